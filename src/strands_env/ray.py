@@ -109,6 +109,10 @@ class RayExecutor:
         self.episodes_per_actor = episodes_per_actor
         self.tries = tries
         self.actor_options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **options}
+        try:
+            ray.remote(EpisodeActor).options(**self.actor_options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"actor_options: {error}") from error
         _connect(address)
 
     @contextlib.asynccontextmanager
@@ -162,7 +166,9 @@ def _connect(address: str | None) -> None:
             socket.create_connection((host, int(port)), CONNECT_TIMEOUT).close()
         with _kept_signal_handlers():
             ray.init(address=address or "auto", logging_level=logging.getLogger().getEffectiveLevel())
-    except (OSError, ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:  # such as other versions
+        raise ConnectionError(f"Ray refuses the connection: {_one_line(error)}") from error
+    except OSError as error:
         if address:
             raise ConnectionError(f"there is no Ray cluster at {address}: {error}") from error
         hint = "start one with ray start --head, set RAY_ADDRESS, or pass an address"
@@ -208,6 +214,10 @@ def _pickled(value: Any, what: str) -> bytes:
 # --- in an actor ---
 
 
+class RestartedError(Exception):
+    """Ray has started an actor again, which must first be ready."""
+
+
 class EpisodeActor:
     """Runs episodes in a worker process of Ray, all in one event loop."""
 
@@ -239,6 +249,7 @@ class EpisodeActor:
         self._running: dict[int, asyncio.Future[Episode]] = {}
         self._cancelled: set[int] = set()  # before they ran: a cancellation can overtake a large prompt
         self._payload = payload
+        self._loaded: Episodes | None = None
         self._problem: str | None = None
         own = versions()
         differing = [
@@ -257,7 +268,7 @@ class EpisodeActor:
         if self._problem is not None:
             return self._problem
         try:
-            self._episodes = cast(Episodes, cloudpickle.loads(self._payload))
+            self._loaded = cast(Episodes, cloudpickle.loads(self._payload))
         except BaseException as error:
             return f"the environments cannot be prepared there: {type(error).__name__}: {error}"
         problem = None
@@ -268,6 +279,12 @@ class EpisodeActor:
             except (Exception, SystemExit) as error:
                 problem = problem or f"no environment can be created there: {type(error).__name__}: {error}"
         return problem
+
+    @property
+    def _episodes(self) -> Episodes:
+        if self._loaded is None:  # the driver does not learn of the end of an actor that runs nothing
+            raise RestartedError("Ray has started the actor again")
+        return self._loaded
 
     async def run(self, number: int, prompt: Prompt) -> bytes | None:
         """Run an episode of a prompt; return None if it is canceled.
@@ -296,6 +313,7 @@ class EpisodeActor:
 def _packed(episode: Episode) -> bytes:
     try:
         content: bytes = cloudpickle.dumps(episode)
+        cloudpickle.loads(content)  # some exceptions, such as httpx's, can be pickled but not unpickled
     except Exception:  # a value that stays where it is, such as a lock; the results file has the nearest value too
         plain = StepResult.model_validate(decode(encode(episode.result.model_dump())))
         content = cloudpickle.dumps(replace(episode, result=plain))
@@ -374,9 +392,9 @@ class _Pool:
         for attempt in range(1, tries + 1):
             try:
                 return cast(Episode, cloudpickle.loads(await self._call("run", prompt, alone=1 < attempt == tries)))
-            except RayTaskError:  # not lost: raised in the actor
-                raise
             except RayError as error:
+                if not _is_loss(error):
+                    raise
                 reason = _one_line(error)
                 logger.warning("prompt=<%s>, try=<%d>, error=<%s> | an actor was lost", prompt.id, attempt, reason)
         text = f"its actor was lost {tries} times, the last time with: {reason}"
@@ -399,11 +417,10 @@ class _Pool:
             answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # mark it as retrieved
             await until_done(answer, lambda: actor.handle.cancel.remote(number))  # it comes after the cleanup
             return answer.result()
-        except RayTaskError:
-            raise
-        except RayError:
-            actor.node = None  # it takes no samples until it is ready again
-            actor.lost.set()
+        except RayError as error:
+            if _is_loss(error):
+                actor.node = None  # it takes no samples until it is ready again
+                actor.lost.set()
             raise
         finally:
             self._give_back(actor, alone=alone)
@@ -500,6 +517,11 @@ class _Pool:
                 actor.node = node
             break
         return problem and f"Ray node {node}: {problem}"
+
+
+def _is_loss(error: RayError) -> bool:
+    """Whether an actor was lost, rather than raised the error."""
+    return not isinstance(error, RayTaskError) or isinstance(error.cause, RestartedError)
 
 
 def _one_line(error: BaseException) -> str:

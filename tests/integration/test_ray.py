@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from uuid import uuid4
 
+import httpx
 import numpy as np
 import pytest
 
@@ -151,13 +152,17 @@ async def test_results_come_back_whole(cluster):
         result = step_result()
         result.observation.metrics["array"] = np.arange(200_000)
         result.observation.metrics["lock"] = threading.Lock() if action.task_context.id == "t1" else None
+        if action.task_context.id == "t2":
+            refused = httpx.HTTPStatusError("status 500", request=None, response=None)
+            result.observation.metrics["error"] = refused  # it is pickled, and then cannot be unpickled
         return result
 
-    first, second = samples_of(await evaluator(play).run(tasks(2)))
+    first, second, third = samples_of(await evaluator(play).run(tasks(3)))
     array = first.step_result.observation.metrics["array"]
     array += 1  # not read-only, as in the object store
     assert array.sum() == np.arange(200_001).sum()
     assert "lock" in second.step_result.observation.metrics["lock"] and second.reward == 1.0
+    assert third.step_result.observation.metrics["error"] == "status 500" and third.reward == 1.0
 
 
 def test_an_evaluation_runs_inside_of_a_ray_job(cluster):
@@ -229,6 +234,25 @@ async def test_no_sample_fails_for_a_neighbor_that_kills_its_actor(cluster, tmp_
     executor = RayExecutor(episodes_per_actor=2, tries=2, actor_options=ONE_PER_NODE)
     ended = samples_of(await evaluator(play, executor=executor, max_concurrency=4).run(tasks(4)))
     assert [one.step_result.error for one in ended] == [None] * 4
+
+
+async def test_an_actor_that_dies_while_it_runs_nothing_is_used_again(cluster):
+    async def play(action):
+        result = step_result()
+        result.observation.metrics["pid"] = os.getpid()
+        return result
+
+    episodes = Episodes(StubEnvironment(play).factory, keep_tokens=False, keep_trajectories=False, keep_identity=False)
+    prompts = name_prompts(tasks(1))
+    executor = RayExecutor(episodes_per_actor=4, actor_options=ONE_PER_NODE)
+    async with executor.start(episodes, prompts, 4) as runner:
+        first = (await runner.run(prompts[0])).result
+        os.kill(first.observation.metrics["pid"], signal.SIGKILL)
+        assert has_ended(first.observation.metrics["pid"])
+        await asyncio.wrap_future(runner._handles[0].node.remote().future())  # Ray has started it again
+        second = (await runner.run(prompts[0])).result
+    assert second.reward.reward == 1.0
+    assert second.observation.metrics["pid"] != first.observation.metrics["pid"]
 
 
 class Held(Environment):
@@ -380,6 +404,24 @@ def test_an_unreachable_cluster_is_told():
     command = "from strands_env.ray import RayExecutor; RayExecutor('127.0.0.1:9')"
     ended = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
     assert "there is no Ray cluster at 127.0.0.1:9" in ended.stderr.splitlines()[-1], ended.stderr
+
+
+@pytest.mark.parametrize("address", [None, "127.0.0.1"])
+def test_a_cluster_of_another_version_is_told(monkeypatch, address):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 0.0.1")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ConnectionError, match="refuses the connection: Version mismatch: .* Ray: 0.0.1"):
+        RayExecutor(address)
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_cpu", 1), ("num_cpus", "two"), ("memory", -1)])
+def test_options_that_ray_refuses_are_told(name, value):
+    with pytest.raises(ValueError, match=f"actor_options: .*{name}"):
+        RayExecutor(actor_options={name: value})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
