@@ -522,13 +522,21 @@ def normalize_base_url(base_url: str) -> str:
     if not isinstance(base_url, str):
         raise ValueError(f"base_url must be a string such as 'http://127.0.0.1:30000', got {base_url!r}")
     address = base_url.strip()
-    told = repr(without_credentials(base_url) if "://" in base_url else base_url.rpartition("@")[2])
+    scheme, separator, rest = address.partition("://") if "://" in address else ("", "", address)
+    _, has_credentials, host = rest.rpartition("@")
+    told = repr(f"{scheme}{separator}{host}")
     if not address.lower().startswith(("http://", "https://")):
-        guess = without_credentials(f"http://{address.split('://')[-1] or '127.0.0.1:30000'}")
-        raise ValueError(f"base_url {told} does not start with http:// or https://: write {guess!r}")
+        raise ValueError(
+            f"base_url {told} does not start with http:// or https://: write 'http://{host or '127.0.0.1:30000'}'"
+        )
     try:
         url = httpx.URL(address)
+        if len(address.split()) > 1:
+            raise httpx.InvalidURL("it has white space")
     except httpx.InvalidURL as error:
+        if has_credentials:  # of which the error may show a part
+            hint = "percent-encode its credentials (%2F for /, %20 for a space)"
+            raise ValueError(f"base_url {told} is not a URL: {hint}") from None
         raise ValueError(f"base_url {told} is not a URL: {error}") from error
     if not url.host:
         raise ValueError(f"base_url {told} has no host: write an address such as 'http://127.0.0.1:30000'")
