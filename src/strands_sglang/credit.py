@@ -242,11 +242,19 @@ class TrainingRows(Sequence[TrainingRow]):
 
         Raises:
             TypeError: A group is not made of strings, numbers, booleans, None and tuples of them.
+            ValueError: A column of a row has not one value for each token.
             OSError: The file cannot be written.
         """
         import numpy as np
         from safetensors.numpy import save
 
+        for number, row in enumerate(self._rows):
+            for name in ("loss_mask", "logprobs", "versions", "advantages", "trainer_logprobs"):
+                column = getattr(row, name)
+                if column is not None and len(column) != len(row):
+                    raise ValueError(
+                        f"row {number}, of episode {row.episode}, has {len(row)} tokens, but {len(column)} {name}"
+                    )
         groups = [*(row.group for row in self._rows), *(facts["group"] for facts in self.episodes.values())]
         for group in (*groups, *self.flat_groups):
             _check_group(group)
@@ -300,6 +308,8 @@ class TrainingRows(Sequence[TrainingRow]):
             tensors = load(content)
         except SafetensorError as error:
             raise RowsFileError(f"{path}: not a safetensors file, or truncated: {error}") from error
+        except KeyError as error:  # bfloat16, which NumPy does not have
+            raise RowsFileError(f"{path}: holds tensors of type {error}, which no training rows are") from error
         # A safetensors file begins with the length of its header, 8 bytes little-endian, and the header in JSON.
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
         if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
@@ -607,8 +617,8 @@ def training_rows(
         The rows, and what was kept out of them.
 
     Raises:
-        ValueError: Two episodes share an id, `turn_rewards` names a turn that is no part of the rollout, a version is
-            not an integer although `max_staleness` is given, or `discount` is not from 0 to 1.
+        ValueError: Two episodes share an id or train one trajectory, `turn_rewards` names a turn that is no part of the
+            rollout, a version is not an integer although `max_staleness` is given, or `discount` is not from 0 to 1.
     """
     if not 0 <= discount <= 1:
         raise ValueError(f"discount={discount!r} is not from 0 to 1")
@@ -665,6 +675,7 @@ def training_rows(
         else:
             rows.extend(own_rows)
     trained = {row.episode for row in rows}
+    _check_trajectories(episode for episode in batch if episode.id in trained)
     return TrainingRows(
         rows,
         left_out,
@@ -683,13 +694,24 @@ def training_rows(
         episodes={
             episode.id: {
                 "group": episode.group,
-                "reward": None if episode.reward is None else float(episode.reward),
-                "turn_rewards": {int(turn): float(reward) for turn, reward in episode.turn_rewards.items()},
+                "reward": None if episode.reward is None else as_number(episode.reward),
+                "turn_rewards": {int(turn): as_number(reward) for turn, reward in episode.turn_rewards.items()},
                 "outcome": None if episode.outcome is None else episode.outcome.value,
             }
             for episode in batch
         },
     )
+
+
+def _check_trajectories(episodes: Iterable[Episode]) -> None:
+    owners: dict[int, str] = {}
+    for episode in episodes:
+        owner = owners.setdefault(id(episode.trajectory), episode.id)
+        if owner != episode.id:
+            raise ValueError(
+                f"episodes {owner!r} and {episode.id!r} have one trajectory, so each of its tokens would be trained "
+                "twice: run each episode in `with model.episode()`, or call `model.reset()` before it"
+            )
 
 
 def _turns(sequences: Iterable[tuple[Turn, TokenManager]]) -> list[Turn]:
@@ -713,18 +735,20 @@ def _without_reward(episode: Episode) -> str | None:
 
 
 def _rewards(episode: Episode) -> list[float]:
-    """Return the rewards of an episode and its turns as plain floats: they may be numbers of NumPy or PyTorch."""
-    return [float(reward) for reward in (episode.reward or 0.0, *episode.turn_rewards.values())]
+    """Return the rewards of an episode and its turns as plain floats."""
+    own = 0.0 if episode.reward is None else as_number(episode.reward)
+    return [own, *map(as_number, episode.turn_rewards.values())]
 
 
 def _returns(episode: Episode, turns: Sequence[Turn], discount: float) -> list[float]:
     """Return the discounted sum of rewards from each turn on, at least one."""
-    unknown = set(episode.turn_rewards) - {turn.index for turn in turns}
-    if unknown:
-        raise ValueError(
-            f"turn_rewards of episode {episode.id} names turn {min(unknown)}, which is no part of the rollout: it has "
-            "no answer, was discarded, or is auxiliary"
-        )
+    known = {turn.index for turn in turns}
+    for name in episode.turn_rewards:
+        if name not in known:
+            raise ValueError(
+                f"turn_rewards of episode {episode.id} names turn {name!r}, which is no part of the rollout: it has no "
+                "answer, was discarded, or is auxiliary"
+            )
     total, later = 0.0, float(episode.reward or 0.0)
     returns: list[float] = []
     for turn in reversed(turns):
@@ -797,14 +821,29 @@ def _unfit(
     if version is not None and max_staleness is not None:
         oldest = rows[0].episode_version
         if oldest is None:
-            names = {version for row in rows for version in row.versions if version is not None}
+            names = {
+                "none" if name is None else repr(name)
+                for row in rows
+                for name in compress(row.versions, row.loss_mask)
+                if version_number(name) is None
+            }
             raise ValueError(
-                f"max_staleness needs integers as weight versions, but episode {rows[0].episode} has "
-                f"{', '.join(sorted(map(repr, names))) or 'none'}"
+                f"max_staleness needs integers as weight versions, but tokens of episode {rows[0].episode} have "
+                f"{', '.join(sorted(names))}"
             )
         if version - oldest > max_staleness:
             return f"older than max_staleness={max_staleness}"
     return None
+
+
+def as_number(reward: Any) -> float:
+    """Return a reward, perhaps a number of NumPy or PyTorch, as a plain float; NaN if it is no number."""
+    try:
+        return float(reward)
+    except (TypeError, ValueError, RuntimeError):  # the last one is PyTorch's, for a tensor of several numbers
+        return math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
 
 
 def version_number(version: str | None) -> int | None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch_file
 
 from strands_env.core import Observation, RewardResult, StepResult
 from strands_sglang import TerminationReason
@@ -198,6 +199,8 @@ def test_a_reward_at_the_end_is_the_same_for_all_turns(rewards, lengths):
 def test_turn_rewards_must_name_turns_of_the_rollout():
     with pytest.raises(ValueError, match="turn_rewards of episode a names turn 7, which is no part of the rollout"):
         training_rows([Episode(plain(), 1.0, "g", "a", turn_rewards={7: 1.0}), *batch(0.0)])
+    with pytest.raises(ValueError, match="names turn '0'"):  # as JSON has it
+        training_rows([Episode(plain(), 1.0, "g", "a", turn_rewards={"0": 1.0, 7: 1.0}), *batch(0.0)])
 
 
 def without_logprobs(value=None):
@@ -220,6 +223,10 @@ def unsampled():
         (Episode(plain(), None, "g", "x"), "no reward", False),
         (Episode(plain(), math.nan, "g", "x"), "a reward is not finite", False),
         (Episode(plain(), 1.0, "g", "x", turn_rewards={0: math.inf}), "a reward is not finite", False),
+        (Episode(plain(), "good", "g", "x"), "a reward is not finite", False),
+        (Episode(plain(), 10**400, "g", "x"), "a reward is not finite", False),
+        (Episode(plain(), torch.ones(2), "g", "x"), "a reward is not finite", False),
+        (Episode(plain(), 1.0, "g", "x", turn_rewards={0: None}), "a reward is not finite", False),
         (Episode(plain(), 1e308, "g", "x", turn_rewards={0: -1e308}), "its rewards exceed 1e+18", False),
         (
             Episode(plain(), None, "g", "x", turn_rewards={0: 1.0}),
@@ -239,8 +246,9 @@ def unsampled():
         (Episode(plain(9), 1.0, "g", "x"), "longer than max_tokens=30", True),
     ],
 )
-def test_what_cannot_be_trained_is_named_and_left_out(episode, reason, in_baseline):
+def test_what_cannot_be_trained_is_named_and_left_out(tmp_path, episode, reason, in_baseline):
     rows = training_rows([episode, *batch(0.0, 0.5)], max_tokens=30)
+    rows.save(tmp_path / "rows.safetensors")
     assert rows.left_out == {"x": reason} and rows.counts == {reason: 1}
     assert [row.episode for row in rows] == ["g0", "g1"]
     assert [row.advantage for row in rows] == ([-0.5, 0.0] if in_baseline else [-0.25, 0.25])
@@ -254,8 +262,12 @@ def test_versions_are_per_token_and_stale_episodes_stay_out():
     assert rows.left_out == {"2": "older than max_staleness=2"}
     assert [row.episode_version for row in rows] == [3, 4]
     assert rows[0].versions == [None, None, "3", "3", None, None, "4", "4"]
-    with pytest.raises(ValueError, match="needs integers as weight versions, but episode a has 'main'"):
+    with pytest.raises(ValueError, match="needs integers as weight versions, but tokens of episode a have 'main'"):
         training_rows([Episode(versioned("main"), 1.0, "g", "a"), *batch(0.0)], version=1, max_staleness=0)
+    with pytest.raises(ValueError, match="but tokens of episode a have 'main', none$"):
+        mixed = versioned("3", "main")
+        mixed.turns[0].generation = replace(mixed.turns[0].generation, weight_versions=())
+        training_rows([Episode(mixed, 1.0, "g", "a"), *batch(0.0)], version=3, max_staleness=1)
     with pytest.raises(ValueError, match="max_staleness and version belong together"):
         training_rows(episodes, version=5)
 
@@ -272,6 +284,15 @@ def test_episodes_have_ids_of_their_own():
     with pytest.raises(ValueError, match="2 episodes have the id 'a'"):
         training_rows([Episode(plain(), 1.0, "g", "a"), Episode(plain(), 1.0, "g", "a")])
     assert len({episode.id for episode in (Episode(plain(), 1.0, "g"), Episode(plain(), 1.0, "g"))}) == 2
+
+
+def test_one_trajectory_is_trained_in_one_episode():
+    shared = plain()  # one model for several episodes, without a reset
+    siblings = [Episode(shared, 1.0, "g", "a"), Episode(shared, 0.0, "g", "b")]
+    with pytest.raises(ValueError, match="episodes 'a' and 'b' have one trajectory, .* call `model.reset"):
+        training_rows(siblings)
+    rows = training_rows([siblings[0], replace(siblings[1], reward=None), *batch(0.0)])
+    assert [row.episode for row in rows] == ["a", "g0"]
 
 
 def test_batches_are_joined_episode_by_episode():
@@ -444,17 +465,19 @@ def test_a_batch_without_rows_is_saved_too(tmp_path):
     assert loaded.settings == rows.settings and loaded.episodes == rows.episodes
 
 
-@pytest.mark.parametrize("fault", ["torn", "foreign", "newer", "a trajectory", "mixed up", "no file"])
+@pytest.mark.parametrize("fault", ["torn", "foreign", "weights", "newer", "a trajectory", "mixed up", "no file"])
 def test_a_file_without_rows_is_named(tmp_path, fault):
     path = tmp_path / "rows.safetensors"
     rows = training_rows(batch(1.0, 0.0))
     rows.save(path)
     content = path.read_bytes()
-    message = {"torn": "not a safetensors file, or truncated", "foreign": "not a safetensors file"}
+    message = {"torn": "not a safetensors file, or truncated", "foreign": "not a safetensors file", "weights": "holds"}
     if fault == "torn":
         path.write_bytes(content[:-7])
     elif fault == "foreign":
         path.write_text("{}")
+    elif fault == "weights":
+        save_torch_file({"weight": torch.zeros(2, dtype=torch.bfloat16)}, path)
     elif fault == "newer":
         path.write_bytes(content.replace(b'"version":"1"', b'"version":"9"'))
     elif fault == "a trajectory":
@@ -494,6 +517,16 @@ def test_rewards_may_be_numbers_of_other_libraries(tmp_path, number):
         loaded = TrainingRows.load(tmp_path / str(place))
         assert type(made[0].advantages[2]) is float and loaded[0].advantages == made[0].advantages
         assert loaded.advantages == made.advantages and loaded.rewards == made.rewards
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "logprobs", "versions", "advantages", "trainer_logprobs"])
+def test_a_column_of_another_length_is_not_saved(tmp_path, name):
+    rows = list(training_rows(batch(1.0, 0.0)))
+    column = getattr(rows[1], name) or [0.0] * len(rows[1])
+    shorter = TrainingRows([rows[0], replace(rows[1], **{name: column[:-1]})], {}, [], {}, {})
+    with pytest.raises(ValueError, match=f"row 1, of episode g1, has 8 tokens, but 7 {name}"):
+        shorter.save(tmp_path / "rows.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_group_that_is_no_data_is_refused(tmp_path):

@@ -222,7 +222,7 @@ def versioned(*versions, logprob=-0.5, constrained=False):
 
 
 def test_what_cannot_be_trained_is_left_out_by_name(train, reference):
-    good = versioned("7", "7")
+    good, other = versioned("7", "7"), versioned("7", "7")
     died = replace(good, outcome=TerminationReason.INFRASTRUCTURE_ERROR)
     groups = [
         [died, replace(good, reward=math.nan), replace(good, reward=None), good],
@@ -232,8 +232,8 @@ def test_what_cannot_be_trained_is_left_out_by_name(train, reference):
             versioned(*["7"] * 30),
             replace(good, reward=0.0),
         ],
-        [versioned("7", "4"), versioned("default", "7"), replace(good, reward=0.0), replace(good, reward=0.5)],
-        [replace(good, reward=0.0), good, good, good],
+        [versioned("7", "4"), versioned("default", "7"), replace(good, reward=0.0), replace(other, reward=0.5)],
+        [replace(good, reward=0.0), other, versioned("7", "7"), versioned("7", "7")],
     ]
 
     numbers = itertools.count()

@@ -1172,6 +1172,10 @@ def test_other_files_are_rejected_by_name(tmp_path):
     save_file({"x": np.zeros(1)}, tmp_path / "weights")
     with pytest.raises(TrajectoryFileError, match="weights: holds None"):
         Trajectory.load(tmp_path / "weights")
+    header = b'{"x":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'
+    (tmp_path / "half").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+    with pytest.raises(TrajectoryFileError, match="half: holds"):
+        Trajectory.load(tmp_path / "half")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         Trajectory.load(tmp_path / "nowhere")
 
