@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..credit import Episode, TrainingRow, TrainingRows, training_rows, version_number
+from .records import refuse_images
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
                 finally:
                     for task in tasks:
                         task.cancel()
-                staleness = {"version": engine.get_version()} if "max_staleness" in credit else {}
+                is_limited = credit.get("max_staleness") is not None
+                staleness = {"version": engine.get_version()} if is_limited else {}
                 rows = training_rows(
                     [replace(episode, group=0) for episode in episodes],
                     **{"skip_flat_groups": True, **credit, **staleness},
@@ -118,12 +120,13 @@ def to_batch(rows: TrainingRows, version: int = 0) -> dict[str, Any] | None:
         The batch; None, which AReaL takes for a rejected group, if there are no rows.
 
     Raises:
-        ValueError: Turns of a row have different advantages, which AReaL cannot express.
+        ValueError: Turns of a row have different advantages, or a row has images, which AReaL's batch cannot express.
     """
     import torch
 
     if not len(rows):
         return None
+    refuse_images(rows, "AReaL's batch")
 
     def versions(row: TrainingRow) -> list[int]:
         """Return the version that sampled each trained token; -1 for the others, as in AReaL."""

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..credit import Episode
+from ..credit import Episode, as_number
 from ..outcomes import TerminationReason
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
@@ -76,12 +76,12 @@ def to_trace(episode: Episode, *, max_tokens: int | None = None) -> TrainingTrac
             "agent": turn.agent,
         }
         if turn.index in episode.turn_rewards:
-            metadata["reward"] = episode.turn_rewards[turn.index]
+            metadata["reward"] = as_number(episode.turn_rewards[turn.index])
         if not turns:
             metadata["episode"] = {
                 "id": episode.id,
                 "group": episode.group if isinstance(episode.group, str | int | float | None) else repr(episode.group),
-                "reward": episode.reward,
+                "reward": None if episode.reward is None else as_number(episode.reward),
                 "outcome": None if episode.outcome is None else episode.outcome.value,
                 "left_out": reason,
             }

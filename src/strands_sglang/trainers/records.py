@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from ..credit import Episode, training_rows, version_number
+from ..credit import Episode, TrainingRow, training_rows, version_number
 from ..protocol.generation import Generation, VersionSpan, clip_spans
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn, TurnStatus
@@ -36,6 +36,17 @@ def newest_version(episodes: Iterable[Episode]) -> int:
         for span in turn.generation.weight_versions
     )
     return max((number for name in names if (number := version_number(name)) is not None), default=0)
+
+
+def refuse_images(rows: Iterable[TrainingRow], what: str) -> None:
+    """Check that rows are nothing but token ids: a trainer's logprobs would be others without the images.
+
+    Raises:
+        ValueError: A row has images.
+    """
+    for row in rows:
+        if row.tokens.multimodal_train_inputs is not None:
+            raise ValueError(f"episode {row.episode} has images, but {what} has token ids only: train it with slime")
 
 
 def trained_turns(trajectory: Trajectory) -> list[tuple[Turn, int]]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..credit import Episode, TrainingRow, training_rows
-from .records import newest_version
+from .records import newest_version, refuse_images
 
 logger = logging.getLogger(__name__)
 
@@ -87,13 +87,14 @@ def generator_output(
         seconds: Duration of each episode, for SkyRL's metrics.
 
     Raises:
-        ValueError: An episode has rewards of single turns, which SkyRL ignores.
+        ValueError: An episode has rewards of single turns, which SkyRL ignores, or images.
     """
     if any(episode.turn_rewards for episode in episodes):
         raise ValueError("SkyRL takes one reward per episode, at its end: leave out turn_rewards")
     named = [replace(episode, id=str(number)) for number, episode in enumerate(episodes)]
     newest = None if max_staleness is None else newest_version(named)
     rows = training_rows(named, baseline=None, max_tokens=max_tokens, max_staleness=max_staleness, version=newest)
+    refuse_images(rows, "SkyRL's output")
     left_out = dict(rows.left_out)
     groups = [str(one.instance_id) for one in trajectory_ids]
     trained = Counter(groups[int(name)] for name in rows.advantages)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..credit import Normalizer, TrainingRows
+from .records import refuse_images
 
 if TYPE_CHECKING:
     from tinker import types
@@ -28,8 +29,9 @@ def to_data(
         constant: The divisor of the normalizer `"constant"`.
 
     Raises:
-        ValueError: The loss is not one of Tinker's.
+        ValueError: The loss is not one of Tinker's, or a row has images.
     """
+    refuse_images(rows, "a `Datum` of this adapter")
     from tinker import types
 
     if not loss.startswith("tinker"):

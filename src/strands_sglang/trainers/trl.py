@@ -28,7 +28,7 @@ import httpx
 from ..credit import Episode, Normalizer, TrainingRow, TrainingRows, training_rows
 from ..exceptions import SGLangHTTPError
 from ..terminal import without_credentials
-from .records import newest_version
+from .records import newest_version, refuse_images
 
 if TYPE_CHECKING:
     import torch
@@ -226,7 +226,7 @@ class AsyncGRPORollouts:
             ValueError: No group of this size would ever train.
         """
         _check_group_size(group_size, credit)
-        self.rollout_buffer: queue.Queue[Any] = _RowBuffer(self._takes, self._note_taken)
+        self.rollout_buffer = _RowBuffer(self._takes, self._note_taken)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.version = version
         self.left_out: dict[str, int] = {}
@@ -276,7 +276,7 @@ class AsyncGRPORollouts:
         self.next_step()
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise if the rollouts failed, ran out of prompts, or made no row for this many seconds.
+        """Raise if the rollouts failed, ran out of prompts, or made no row for this many seconds of waiting.
 
         Raises:
             RuntimeError: Says which of them.
@@ -287,7 +287,8 @@ class AsyncGRPORollouts:
             if self._stopped.is_set():
                 raise RuntimeError("the rollouts are stopped: call start")
             raise RuntimeError(f"there are no prompts left, and all rows have been trained; left out: {self.left_out}")
-        if time.monotonic() - self._progress_at > stale_after_s:
+        # What waited while the trainer computed could not make progress: it counts from when the trainer waits again.
+        if time.monotonic() - max(self._progress_at, self.rollout_buffer.waited_from) > stale_after_s:
             raise RuntimeError(f"no row to train for {stale_after_s:.0f} s; episodes were left out: {self.left_out}")
 
     # WeightTransferProtocol
@@ -376,7 +377,8 @@ class AsyncGRPORollouts:
         version = self.version  # the oldest that can sample a token of the group
         episodes = await _run_episodes(self._run_episode, prompt, number, self._group_size)
         rows = training_rows(episodes, **self._credit)
-        advantages = [row.advantage for row in rows]  # fails before the trainer gets any of the rows
+        refuse_images(rows, "TRL's sample")  # fails before the trainer gets any of the rows, as the next line does
+        advantages = [row.advantage for row in rows]
         if self._on_group is not None:
             self._on_group(rows, episodes)
         self._count(rows.counts)
@@ -406,15 +408,19 @@ class _RowBuffer(queue.Queue[Any]):
         super().__init__()
         self._takes, self._note = takes, note
         self._episode, self._is_taken = "", False
+        self.waited_from, self._is_asked = 0.0, False  # when the trainer asked for the row that it waits for
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Return the next row that is trained."""
+        if not self._is_asked:
+            self.waited_from, self._is_asked = time.monotonic(), True
         while True:
             sample, row = super().get(block, timeout)
             if row.episode != self._episode:
                 self._episode, self._is_taken = row.episode, self._takes(sample)
             if self._is_taken:
                 self._note(sample, row)
+                self._is_asked = False
                 return sample
 
 
@@ -553,6 +559,7 @@ class GRPORollouts:
             credit = {"version": newest_version(itertools.chain(*groups)), **credit}
         batches = [training_rows(episodes, **credit) for episodes in groups]
         for batch in batches:
+            refuse_images(batch, "TRL's sample")
             self.left_out += batch.counts
             for name, reason in batch.left_out.items():
                 logger.warning("episode=<%s> | left out of training: %s", name, reason)

@@ -23,9 +23,9 @@ import httpx
 import orjson
 
 from ..client.client import SGLangClient
-from ..credit import Episode, TrainingRow, training_rows, version_number
+from ..credit import Episode, TrainingRow, as_number, training_rows, version_number
 from ..model.model import SGLangModel
-from .records import newest_version
+from .records import newest_version, refuse_images
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,8 @@ def agent_loop_outputs(
         The outputs; none if the episode cannot be trained. The log says why.
 
     Raises:
-        ValueError: The episode has rewards of single turns: verl takes one reward per episode.
+        ValueError: The episode has rewards of single turns, or images: verl takes one reward per episode, and this
+            adapter has token ids only.
     """
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
@@ -215,6 +216,7 @@ def agent_loop_outputs(
     newest = None if max_staleness is None else newest_version([episode])
     scored = episode if episode.reward is not None else replace(episode, reward=0.0)
     rows = training_rows([scored], baseline=None, max_staleness=max_staleness, version=newest)
+    refuse_images(rows, "verl's output")
     reason = next(iter(rows.left_out.values()), None) or _too_long(rows, prompt_length, response_length)
     if reason is not None:
         logger.warning("episode=<%s> | left out of training: %s", episode.id, reason)
@@ -237,7 +239,7 @@ def agent_loop_outputs(
             )
         )
     if episode.reward is not None:
-        outputs[-1].reward_score = episode.reward
+        outputs[-1].reward_score = as_number(episode.reward)
         outputs[-1].extra_fields["reward_extra_info"] = {}  # verl copies it to the other rows
     return outputs
 

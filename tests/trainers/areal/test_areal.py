@@ -200,6 +200,7 @@ def test_versions_are_integers_and_stale_episodes_left_out(reference):
 
     batch = batch_of(sampled_by("3", "4", "5", "5"), max_staleness=1)
     assert len(batch["input_ids"]) == 7
+    assert len(batch_of(sampled_by("3", "4", "5", "5"), max_staleness=None)["input_ids"]) == 8
     assert sorted(set(batch["versions"].flatten().tolist())) == [-1, 4, 5]
     assert (batch["versions"] >= 0).equal(batch["loss_mask"].bool())
     batch = batch_of(sampled_by("default", "3", "3", "odd"))  # SGLang's name before any update; the engine's version

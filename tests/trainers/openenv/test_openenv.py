@@ -5,6 +5,7 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from openenv.core.harness import TrainableSession
 from openenv.core.harness.capture.graph import RolloutGraph, TurnNode
@@ -38,6 +39,12 @@ def test_the_rows_come_back(episodes):
     assert [one.group for one in back] == ["g"] * 4
     saved = [Trajectory.from_bytes(one.trajectory.to_bytes()) for one in back]  # a file tells the reward, too
     assert [one.end.reward for one in saved] == [episode.reward for episode in episodes]
+
+
+def test_rewards_may_be_numbers_of_other_libraries(episodes):
+    episode = replace(episodes[0], reward=np.float32(0.5), turn_rewards={0: np.int64(1)})
+    back = from_trace(through_json(to_trace(episode)))
+    assert (back.reward, back.turn_rewards) == (0.5, {0: 1.0})
 
 
 def test_a_trace_file_is_examined_and_shown(episodes, tmp_path):

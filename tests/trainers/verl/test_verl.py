@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import runpy
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from strands_sglang.credit import Episode, TrainingRows, training_rows
 from strands_sglang.protocol.generation import VersionSpan
+from strands_sglang.templates.image_tokens import ImageInputs
 from strands_sglang.trainers import verl as adapter
 from strands_sglang.trainers.verl import agent_loop, agent_loop_outputs
 from support.agents import build_chatml_tokenizer, call, make_agent
@@ -187,6 +189,13 @@ def test_rows_longer_than_verls_limits_are_left_out(episodes, caplog):
 def test_rewards_of_turns_are_refused(episodes):
     with pytest.raises(ValueError, match="verl takes one reward per episode"):
         agent_loop_outputs(replace(episodes[0], turn_rewards={0: 1.0}))
+
+
+def test_images_are_refused(episodes):
+    seen = paper.with_turns(episodes[0])
+    seen.trajectory.turns[0].images = ImageInputs((), array("i"), {"pixel_values": torch.zeros(1, 3)})
+    with pytest.raises(ValueError, match="has images, but verl's output has token ids only"):
+        agent_loop_outputs(seen)
 
 
 def test_an_episode_without_reward_is_scored_by_verl(episodes):

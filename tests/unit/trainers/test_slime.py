@@ -1300,7 +1300,7 @@ async def test_a_sample_without_ids_that_comes_twice_is_one_rollout():
     assert asked == [one]
 
 
-@pytest.mark.parametrize("result", [None, math.nan, math.inf, 10**400, "good", {"other": 1.0}, ValueError("no")])
+@pytest.mark.parametrize("result", [None, math.nan, math.inf, 10**400, 1e300, "good", {"other": 1.0}, ValueError("no")])
 async def test_reward_of_none_removes_the_rollout(result, caplog):
     def score(args, one):
         if isinstance(result, Exception):

@@ -1,5 +1,7 @@
 """What of the TRL adapter needs no trainer; tests/trainers/trl has the rest."""
 
+import queue
+from array import array
 from types import SimpleNamespace
 
 import httpx
@@ -8,7 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from strands_sglang import SGLangHTTPError
+from strands_sglang.credit import Episode, training_rows
+from strands_sglang.messages.content import Picture
+from strands_sglang.templates.image_tokens import ImageInputs
+from strands_sglang.trainers import areal, skyrl, tinker
 from strands_sglang.trainers.trl import AsyncGRPORollouts, GRPORollouts, SGLangWeights
+from support.agents import user
+from support.recorder import Recorder
 
 TENSORS = [("weight", torch.zeros(3))]
 
@@ -111,3 +119,52 @@ def test_tied_weights_are_written_under_both_names(respx_mock, tmp_path):
         "head": embedding.tolist(),
         "other": (-embedding).tolist(),
     }
+
+
+def test_rollouts_are_late_by_what_the_trainer_waits(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("strands_sglang.trainers.trl.time", SimpleNamespace(monotonic=lambda: now))
+    rollouts = AsyncGRPORollouts(None, ["x"], None, groups_in_flight=0)
+    rollouts.start()
+    try:
+        now = 1000.0  # the trainer was busy until now
+        for waited in (0, 299):
+            now = 1000.0 + waited
+            with pytest.raises(queue.Empty):
+                rollouts.rollout_buffer.get(block=False)
+            rollouts.check_health(300)
+        now = 1301.0
+        with pytest.raises(RuntimeError, match="no row to train for 300 s"):
+            rollouts.check_health(300)
+    finally:
+        rollouts.stop()
+
+
+def grpo_rows(episodes):
+    left = iter(episodes)
+
+    async def run_episode(prompt):
+        return next(left)
+
+    GRPORollouts(run_episode, group_size=2)(["x"] * 2, grpo_trainer())
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        grpo_rows,
+        lambda episodes: tinker.to_data(training_rows(episodes)),
+        lambda episodes: areal.to_batch(training_rows(episodes)),
+        lambda episodes: skyrl.generator_output(episodes, [SimpleNamespace(instance_id="i")] * 2),
+    ],
+    ids=["trl", "tinker", "areal", "skyrl"],
+)
+def test_trainers_of_token_ids_refuse_images(train):
+    episodes = []
+    for reward in (0.0, 1.0):
+        recorder = Recorder()
+        turn = recorder.call([user("q")], "a")
+        turn.images = ImageInputs((Picture(b"", "png", "q"),), array("i", [1]), {"pixel_values": torch.zeros(1, 3)})
+        episodes.append(Episode(recorder.trajectory, reward, "g"))
+    with pytest.raises(ValueError, match="has images, but .* has token ids only: train it with slime"):
+        train(episodes)

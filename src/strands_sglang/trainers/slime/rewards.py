@@ -11,12 +11,11 @@ import asyncio
 import concurrent.futures
 import inspect
 import logging
-import math
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from ...credit import group_advantages
+from ...credit import LARGEST_REWARD, group_advantages
 from .samples import as_reward, is_evaluation, main_sample, normalizes_by_group, reward_key, rollout_of
 
 logger = logging.getLogger(__name__)
@@ -26,8 +25,8 @@ def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) ->
     """Make a function for `--custom-rm-path` from one that scores a single sample.
 
     slime calls the result with a sample, or with a list of samples. All samples of a rollout get the reward of the one
-    with the main conversation. If the function raises, or returns None or a number that is not finite, the rollout's
-    samples are removed.
+    with the main conversation. If the function raises, or returns None or a number that is not finite or exceeds 1e18,
+    the rollout's samples are removed.
 
     Args:
         function: Function `function(args, sample, **kwargs)`, sync or async, that returns a number, or a dictionary
@@ -56,7 +55,7 @@ def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) ->
         else:
             if _value(args, reward, evaluation=is_evaluation(main)) is not None:
                 return reward
-            logger.warning("reward=<%r> | a reward is not a finite number", reward)
+            logger.warning("reward=<%r> | a reward is not a finite number, or exceeds 1e18", reward)
         for sample in samples:
             sample.remove_sample = True
         return failed
@@ -167,11 +166,11 @@ def _grouped(samples: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any
 
 
 def _value(args: Any, reward: Any, *, evaluation: bool = False) -> float | None:
-    """Return a reward as a number; None if it is missing or not finite."""
+    """Return a reward as a number; None if it is missing, not finite, or exceeds 1e18."""
     if isinstance(reward, Mapping):
         reward = reward.get(reward_key(args, evaluation=evaluation))
     try:
         value = float(reward)
     except (TypeError, ValueError, OverflowError):
         return None
-    return value if math.isfinite(value) else None
+    return value if abs(value) <= LARGEST_REWARD else None
