@@ -113,7 +113,7 @@ def run_demo(options: argparse.Namespace) -> None:
         print(f"held-out tasks before: {before:.3f} right")
         if len(run.steps) < settings.steps:
             train(run, server, trainer_python)
-            run = Run(run.folder)
+            run.read_ledger()
         serve_weights(server.base_url, run)
         after = evaluate(run, settings, server.base_url, "after")
     save_plot(run.folder / "reward.svg", run.steps, before, after)

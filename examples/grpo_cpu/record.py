@@ -45,11 +45,13 @@ class Run:
         """Read the ledger, if there is one."""
         self.folder = folder
         self.steps_folder, self.checkpoints = folder / "steps", folder / "checkpoints"
-        self.steps = self._ledger()
+        self.steps: list[dict[str, Any]] = []
+        self.read_ledger()
 
-    def _ledger(self) -> list[dict[str, Any]]:
+    def read_ledger(self) -> None:
+        """Read the steps that count, which the trainer's process may have added to."""
         path = self.folder / "ledger.json"
-        return json.loads(path.read_text()) if path.exists() else []
+        self.steps = json.loads(path.read_text()) if path.exists() else []
 
     def open(self, settings: dict[str, Any]) -> None:
         """Make the folder, or check that it belongs to these settings, and remove steps that do not count.
@@ -65,7 +67,7 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunError(f"another command runs in {self.folder}: wait for it, or choose another --output") from None
-        self.steps = self._ledger()
+        self.read_ledger()
         for folder in (self.steps_folder, self.checkpoints, self.folder / "evaluation"):
             folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "settings.json"
@@ -73,6 +75,8 @@ class Run:
             differing = [name for name, value in settings.items() if found.get(name) != value]
             raise RunError(f"{self.folder} holds a run with another {', '.join(differing)}: choose another --output")
         write(path, json.dumps(settings, indent=1))
+        if self.steps:  # a kill may have come between the ledger and its figures
+            write(self.folder / "metrics.csv", as_csv(self.steps))
         done = len(self.steps)
         for folder in (*self.steps_folder.iterdir(), *self.checkpoints.iterdir()):
             number = folder.name.rpartition("-")[2]

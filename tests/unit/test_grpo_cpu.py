@@ -1,9 +1,12 @@
 """The parts of examples/grpo_cpu that need no trainer: its tasks and the folder of a run."""
 
+import contextlib
 import itertools
 import json
 import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,6 +39,38 @@ def test_two_commands_do_not_run_in_one_folder(run):
     run.open({"seed": 0})
     with pytest.raises(RunError, match="another command runs in .*run: wait for it"):
         Run(run.folder).open({"seed": 0})
+
+
+def test_a_run_is_locked_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
+    demo = runpy.run_path(str(EXAMPLE / "__main__.py"))["run_demo"]
+    locked = []
+
+    def train(run, *_):
+        Run(run.folder).add(step(1, "0-a"))  # as the trainer's process does
+
+    def evaluate(run, *_):
+        with pytest.raises(RunError, match="another command runs"):
+            Run(run.folder).open({})
+        locked.append(len(run.steps))
+        return 0.5
+
+    server = contextlib.nullcontext(SimpleNamespace(base_url=""))
+    nothing = dict.fromkeys(("trainer_environment", "serve_weights", "save_plot", "summarize"), lambda *_: None)
+    for name, fake in {**nothing, "train": train, "evaluate": evaluate}.items():
+        monkeypatch.setitem(demo.__globals__, name, fake)
+    for name in ("ensure_sglang", "ensure_tiny_qwen3", "start_server"):
+        monkeypatch.setattr(demo.__globals__["local"], name, lambda *_, **__: server)
+    demo(SimpleNamespace(output=tmp_path / "run", fast=True))
+    assert locked == [0, 1]
+
+
+def test_a_kill_after_the_ledger_costs_no_figures(run):
+    figures = run.folder / "metrics.csv"
+    written = figures.read_text()
+    figures.unlink()
+    Run(run.folder).open({"seed": 0})
+    assert figures.read_text() == written
 
 
 def test_no_episode_and_no_task_counts_twice(run):
