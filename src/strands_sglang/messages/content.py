@@ -9,10 +9,12 @@ import hashlib
 import html
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import orjson
 from strands.types.content import Message, Messages
 from strands.types.tools import ToolResult, ToolSpec
 
@@ -170,11 +172,13 @@ def to_chat_tools(tool_specs: Iterable[ToolSpec] | None) -> ChatTools | None:
     tools = ChatTools(
         {
             "type": "function",
-            "function": {
-                "name": spec["name"],
-                "description": spec["description"],
-                "parameters": spec["inputSchema"].get("json", spec["inputSchema"]),
-            },
+            "function": encodable_value(
+                {
+                    "name": spec["name"],
+                    "description": spec["description"],
+                    "parameters": spec["inputSchema"].get("json", spec["inputSchema"]),
+                }
+            ),
         }
         for spec in tool_specs or ()
     )
@@ -196,12 +200,12 @@ def system_text(system_prompt: str | None, system_prompt_content: Iterable[Mappi
     Raises:
         UnsupportedContentError: A block is neither text nor a cache point.
     """
-    if system_prompt is not None or not system_prompt_content:
-        return system_prompt
+    if system_prompt is not None:
+        return encodable(system_prompt)
     texts = []
-    for i, block in enumerate(system_prompt_content):
+    for i, block in enumerate(system_prompt_content or ()):
         if "text" in block:
-            texts.append(block["text"])
+            texts.append(encodable(block["text"]))
         elif "cachePoint" not in block:
             raise UnsupportedContentError(f"system_prompt[{i}]: cannot render a {block_kind(block)} block as text")
     return "\n".join(texts) if texts else None
@@ -331,6 +335,9 @@ def encodable(text: str) -> str:
 
 def encodable_value(value: Any) -> Any:
     """Replace lone surrogates in the texts of a JSON-like value; a value without any is returned unchanged."""
+    with suppress(TypeError):
+        orjson.dumps(value)  # fails on lone surrogates, and is several times as fast
+        return value
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):  # the template refuses what is not JSON

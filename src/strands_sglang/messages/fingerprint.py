@@ -216,10 +216,17 @@ def _dump(value: Any) -> bytes:
     try:
         data = orjson.dumps(value, default=_dump_other, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     except TypeError:  # integers beyond 64 bits and lone surrogates: rare, and fine for the standard library
-        return json.dumps(value, default=repr, sort_keys=True).encode()
+        return _dump_slowly(value)
     if b"null" in data and _holds_nan(value):  # orjson writes NaN as null
-        return json.dumps(value, default=repr, sort_keys=True).encode()
+        return _dump_slowly(value)
     return data
+
+
+def _dump_slowly(value: Any) -> bytes:
+    try:
+        return json.dumps(value, default=repr, sort_keys=True).encode()
+    except TypeError:  # keys of several types
+        return repr(value).encode("utf-8", "backslashreplace")
 
 
 def _holds_nan(value: Any) -> bool:

@@ -46,6 +46,7 @@ from ..messages import (
     to_chat_messages,
     to_chat_tools,
 )
+from ..messages.content import encodable
 from ..messages.said import said_in
 from ..protocol.generation import (
     Generation,
@@ -458,6 +459,7 @@ class ModelCall:
             else:  # the grammar allows no reasoning or calls; what looks like them is part of the JSON
                 parsed = ParsedTurn(None, sampled_text(template, turn, generation), ())
             blocks = content_blocks(parsed)
+            calls_before = sum("toolUse" in block for message in self.chat.messages for block in message["content"])
             errors = [call for call in parsed.tool_calls if call.is_error]
             answer = ParsedAnswer(
                 tool_calls=[
@@ -466,7 +468,7 @@ class ModelCall:
                         "name": shown_name(call),
                         "id": call.native_id or template.call_id(call.id, shown_name(call), number),
                     }
-                    for number, call in enumerate(parsed.tool_calls, turn.calls_before)
+                    for number, call in enumerate(parsed.tool_calls, calls_before)
                 ],
                 result_notices={call.id: parser.render_error(call) for call in errors},
                 parse_errors=[call.attempted_name or call.name for call in errors],
@@ -579,7 +581,7 @@ class ModelCall:
                 raise UnprovenContinuationError("the chat template numbers the images of a conversation")
             # If the answer is not among the counted messages, only what they add is known.
             if self.config.history_policy == "template" and (known or not ahead):
-                reasoning = any(earlier.has_reasoning for earlier in turn.path())
+                reasoning = self._holds_reasoning(turn, before)
                 for role, tool_result in (("user", False), ("tool", True)):
                     follows = any(message["role"] == role for message in new)
                     if follows and self.template.rewrites_history(tool_result=tool_result, reasoning=reasoning):
@@ -601,6 +603,23 @@ class ModelCall:
             values = exact_bytes([[message["role"], message["content"]] for message in messages])
         key = (turn, self.template, values, tools, has_system, had_tool_results)
         return self._counted_or(None if values is None else key, render, ahead)
+
+    def _holds_reasoning(self, turn: Turn, before: Messages) -> bool:
+        """Whether the sequence up to a turn holds reasoning: sampled, or shown in a prompt, as of a restored history.
+
+        Args:
+            turn: The turn.
+            before: The conversation with its answer.
+        """
+        path = turn.path()
+        if any(earlier.has_reasoning for earlier in path):
+            return True
+        blocks = (block.get("reasoningContent") or {} for message in before for block in message["content"])
+        thoughts = [encodable((block.get("reasoningText") or {}).get("text", "")).strip() for block in blocks]
+        if not any(thoughts):
+            return False
+        prompts = "".join(self.template.decode(earlier.prompt_ids) for earlier in path)
+        return any(thought in prompts for thought in thoughts if thought)
 
     def _opening(self, *, ahead: bool = False) -> Prompt:
         """Render the prompt of the whole conversation."""

@@ -96,6 +96,11 @@ class ModelConfig:
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         return {**self.chat_template_kwargs, **thinking}
 
+    @property
+    def rendering(self) -> tuple[str | None, dict[str, Any], str | None, bool]:
+        """What prompts are rendered with: template, its arguments, family, and whether control tokens are escaped."""
+        return self.chat_template, self.template_arguments, self.family, self.escape_control_tokens
+
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
         """Check a configuration whose keys are known.
@@ -119,7 +124,9 @@ class ModelConfig:
                 f"chat_template is the text of a Jinja template, not {template!r}; of a file pass Path(...).read_text()"
             )
         # A chat template may take arguments of any type.
-        own = {name: value if name == "chat_template_kwargs" else plain(value, name) for name, value in given.items()}
+        own = {
+            name: _own(value) if name == "chat_template_kwargs" else plain(value, name) for name, value in given.items()
+        }
         values = {name: value for name, value in own.items() if value is not None}
         values["request_fields"] = checked_fields(
             values.get("request_fields"), values.pop("unchecked_request_fields", None)
@@ -155,6 +162,13 @@ class ModelConfig:
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
     nested = (dict, list)
     return {name: copy.deepcopy(value) if isinstance(value, nested) else value for name, value in values.items()}
+
+
+def _own(value: Any) -> Any:
+    """Copy dictionaries and lists, which their owner may change later; other objects stay as they are."""
+    if type(value) is dict:
+        return {name: _own(entry) for name, entry in value.items()}
+    return [_own(entry) for entry in value] if type(value) is list else value
 
 
 def _is_whole(number: Any, *, at_least: int) -> bool:

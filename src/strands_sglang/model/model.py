@@ -310,19 +310,18 @@ class SGLangModel(Model):
             if changed.get("sampling_params") is not None:
                 raise ValueError("pass only sampling_params=; params= is an alias of it")
             changed["sampling_params"] = earlier
-        settings, config = ModelConfig.read({**self.config, **changed})
-        template = get_chat_template(
-            self.tokenizer,
-            settings.chat_template,
-            settings.template_arguments,
-            settings.family,
-            escape_control_tokens=settings.escape_control_tokens,
-        )
+        settings, known = ModelConfig.read({**self.config, **changed})
+        self._render_with(settings)
+        self.config = ModelConfig.read(known)[1]
+        self._read = (known, settings)
+
+    def _render_with(self, settings: ModelConfig) -> None:
+        """Take the chat template of a configuration, and what depends on it."""
+        template = get_chat_template(self.tokenizer, *settings.rendering)
         finds_parser = self._parser_name in (None, AUTO)
         parser = self._find_tool_parser(template, settings.chat_template) if finds_parser else self.tool_parser
         self.images = None if self.processor is None else ImageProcessor(self.processor, template)
-        self.chat_template, self.tool_parser, self.config = template, parser, config
-        self._read = (ModelConfig.read(config)[1], settings)
+        self.chat_template, self.tool_parser = template, parser
 
     @override
     def get_config(self) -> SGLangConfig:
@@ -334,7 +333,10 @@ class SGLangModel(Model):
         """The checked configuration. It is read again if it changed: callers can change `config` in place."""
         known, settings = self._read
         if known != self.config:
+            before = settings
             settings, known = ModelConfig.read(self.config)
+            if settings.rendering != before.rendering:
+                self._render_with(settings)
             self._read = (known, settings)
         return settings
 
@@ -579,7 +581,7 @@ class SGLangModel(Model):
         call = self._call(
             prompt,
             None,
-            system_prompt,
+            system_text(system_prompt, None),
             self._episodes.of_call(None).trajectory,
             caller=Caller(auxiliary=True),
             cancel_signal=kwargs.get("cancel_signal"),
@@ -605,12 +607,13 @@ class SGLangModel(Model):
         **about: Any,
     ) -> ModelCall:
         """Create a call with the model's current configuration."""
+        settings = self._settings  # first: it may bring another template and parser
         template, parser = self.chat_template, self.tool_parser
         parts = {"system prompt": system, "tools": tool_specs or None, **template.identity}
         caller: Caller = about.get("caller", OUTSIDE)
         chat = ChatRequest(messages, tool_specs, system, lambda: trajectory.fingerprint(parts, messages, caller.agent))
         return ModelCall(
-            chat, trajectory, self.client, template, parser, self.images, self._settings, self.on_request, **about
+            chat, trajectory, self.client, template, parser, self.images, settings, self.on_request, **about
         )
 
 

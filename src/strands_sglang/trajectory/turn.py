@@ -231,11 +231,6 @@ class Turn:
         return turns[::-1] if turn is after else []
 
     @property
-    def calls_before(self) -> int:
-        """Number of tool calls in the earlier turns of the sequence."""
-        return sum(len(turn.tool_calls) for turn in self.path()[:-1])
-
-    @property
     def has_calls_before(self) -> bool:
         """Whether there are tool calls in the earlier turns of the sequence."""
         turn = self.parent

@@ -1,3 +1,4 @@
+import copy
 import json
 import time
 
@@ -132,6 +133,14 @@ def test_halves_of_surrogate_pairs_are_replaced():
     use = {"toolUseId": "a", "name": "look", "input": {"where": [broken, 1.5]}}
     (turn,) = to_chat_messages([{"role": "assistant", "content": [{"toolUse": use}]}])
     assert turn["tool_calls"][0]["function"]["arguments"] == {"where": ["caf?", 1.5]}
+
+
+def test_system_prompts_and_tools_hold_no_halves_of_surrogate_pairs():
+    broken = b"caf\xe9".decode("utf-8", "surrogateescape")
+    assert system_text(broken, None) == system_text(None, [{"text": broken}]) == "caf?"
+    schema = {"json": {"type": "object", "properties": {"a": {"description": broken}}}}
+    (tool,) = to_chat_tools([{"name": "look", "description": broken, "inputSchema": schema}])
+    assert tool["function"]["description"] == tool["function"]["parameters"]["properties"]["a"]["description"] == "caf?"
 
 
 def test_cache_points_are_invisible():
@@ -299,6 +308,12 @@ def test_only_role_and_content_count():
 )
 def test_different_messages_have_different_digests(one, other):
     assert message_digest(one) != message_digest(other)
+
+
+@pytest.mark.parametrize("value", [{0: float("nan"), "total": 1}, {0: 2**70, "total": 1}, {(1, 2): 2**70}])
+def test_a_message_with_keys_of_several_types_has_a_digest(value):
+    one, same = (message_digest(user(tool_result("a", {"json": copy.deepcopy(value)}))) for _ in range(2))
+    assert one == same != message_digest(user(tool_result("a", {"json": {**value, "more": 1}})))
 
 
 def test_canonicalizing_leaves_the_message_unchanged():

@@ -60,7 +60,19 @@ from strands_sglang.testing import (
     bodies,
 )
 from strands_sglang.tool_parsers import HermesToolParser, ToolParser, ToolParseResult
-from support.agents import Gate, advance, call, make_agent, make_tools, needs_module, numbered, statuses
+from support.agents import (
+    CHATML_TEMPLATE,
+    Gate,
+    advance,
+    assistant,
+    call,
+    make_agent,
+    make_tools,
+    needs_module,
+    numbered,
+    statuses,
+    user,
+)
 from support.servers import client_in, client_to, hosts_of, network_of, plug, scripted, until_aborted
 
 # === SGLangModel under a real Strands agent, against the scripted server: what is sent, recorded, and seen ===
@@ -528,6 +540,16 @@ async def test_cut_off_reasoning_is_closed_before_the_next_message(rollout):
     assert_exact(server, model)
 
 
+async def test_calls_are_numbered_from_the_start_of_a_restored_history(rollout):
+    use = {"toolUse": {"toolUseId": "a", "name": "unknown_tool", "input": {}}}
+    result = {"toolResult": {"toolUseId": "a", "status": "error", "content": [{"text": "Unknown tool: unknown_tool"}]}}
+    broken = "<tool_call>\n{oops\n</tool_call>"
+    _, model = rollout([broken, "done"], family="kimi_k2", tool_parser="hermes")
+    agent = make_agent(model, make_tools()[0], messages=[user("a"), assistant(use), user(result)])
+    await agent.invoke_async(None)
+    assert [call["id"] for call in model.trajectory.turns[0].tool_calls] == ["functions.unknown_tool:1"]
+
+
 # --- history policy ---
 
 
@@ -556,6 +578,21 @@ async def test_template_policy_starts_a_sequence_per_user_message(rollout):
     assert sum(first.loss_mask) + sum(second.loss_mask) == sum(
         len(response.body["output_ids"]) for response in server.responses
     )
+
+
+async def test_template_policy_strips_reasoning_of_a_restored_history(rollout):
+    server, model = rollout(["It is 6.", "Bye.", "Yes."], history_policy="template")
+    thought = {"reasoningContent": {"reasoningText": {"text": "Hidden thought."}}}
+    use = {"toolUse": {"toolUseId": "a", "name": "calculator", "input": {"expression": "2 * 3"}}}
+    result = {"toolResult": {"toolUseId": "a", "status": "success", "content": [{"text": "6"}]}}
+    agent = make_agent(model, make_tools()[0], messages=[user("a"), assistant(thought, use), user(result)])
+    await agent.invoke_async(None)
+    await agent.invoke_async("b")
+    assert "Hidden thought" in server.requests[0].text
+    assert "Hidden thought" not in server.requests[1].text
+    assert "rewrites earlier turns after a user message" in model.trajectory.turns[1].reason
+    await agent.invoke_async("c")
+    assert model.trajectory.turns[2].parent is model.trajectory.turns[1]  # nothing is left to strip
 
 
 async def test_a_template_that_keeps_history_has_one_sequence(rollout, chatml_tokenizer):
@@ -980,6 +1017,31 @@ async def test_in_place_changes_of_the_configuration_take_effect(rollout):
     await make_agent(model).invoke_async("a")
     assert server.requests[0].sampling_params["max_new_tokens"] == 4
     assert model.context_window_limit == 50
+
+
+async def test_in_place_changes_of_the_rendering_take_effect(rollout):
+    greeting = "{% if names %}Users: {{ names | join(', ') }}\n{% endif %}"
+    server, model = rollout(["ok"] * 3, chat_template=greeting + CHATML_TEMPLATE, chat_template_kwargs={"names": []})
+    model.config["enable_thinking"] = False
+    await make_agent(model).invoke_async("a")
+    assert server.requests[0].text.endswith("<think>\n\n</think>\n\n")
+    model.config["chat_template_kwargs"]["names"].append("Ada")
+    await make_agent(model).invoke_async("b")
+    assert server.requests[1].text.startswith("Users: Ada\n")
+    model.config["chat_template"] = CHATML_TEMPLATE
+    await make_agent(model).invoke_async("c")
+    assert server.requests[2].text.startswith("<|im_start|>")
+
+
+async def test_template_arguments_that_their_owner_changes(rollout):
+    """Models share what they found out about a template; an argument that changes must not change it for all."""
+    shared = {"chat_template": "{{ names | join(' and ') }}: " + CHATML_TEMPLATE}
+    names = ["Ada"]
+    rollout([], **shared, chat_template_kwargs={"names": names})
+    names.append("Bob")
+    server, model = rollout(["ok"], **shared, chat_template_kwargs={"names": ["Ada"]})
+    await make_agent(model).invoke_async("a")
+    assert server.requests[0].text.startswith("Ada:<")
 
 
 async def test_a_configuration_update_affects_the_next_call(rollout):

@@ -461,6 +461,12 @@ def test_ordinary_tokens_that_look_like_reasoning_marks_are_text():
     assert [call.name for call in turn.tool_calls] == ["ls"]
 
 
+def test_a_look_alike_does_not_bring_back_a_stop_string():
+    sampled = encode("I write <tool", "_call> as text. STOP", " it")
+    turn = HermesToolParser().parse_turn(**{**sampled, "text": "I write <tool_call> as text. "})
+    assert (turn.text, turn.tool_calls) == ("I write <tool_call> as text. ", ())
+
+
 def test_a_look_alike_in_open_reasoning_does_not_close_it():
     turn = HermesToolParser().parse_turn(**encode("I end with </thin", f"k> {CALL}</think>Done."), reasoning_open=True)
     assert turn.tool_calls == ()

@@ -209,7 +209,10 @@ def _find_look_alikes(
             mark_before, spelled_before = ids[-1:], spelling
         pieces.append(piece)
         length += len(piece)
-    text = "".join(pieces)
+    joined = "".join(pieces)
+    # Without a mark, what the ids have beyond the text is a stop string.
+    ends_alike = joined.startswith(text) and max(real, default=-1) < len(text)
+    text = text if ends_alike else joined
     return text, [match.start() for match in _find_any(spelled.values(), text) if match.start() not in real]
 
 
