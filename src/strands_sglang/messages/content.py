@@ -200,15 +200,15 @@ def system_text(system_prompt: str | None, system_prompt_content: Iterable[Mappi
     Raises:
         UnsupportedContentError: A block is neither text nor a cache point.
     """
-    if system_prompt is not None:
-        return encodable(system_prompt)
     texts = []
     for i, block in enumerate(system_prompt_content or ()):
         if "text" in block:
-            texts.append(encodable(block["text"]))
+            texts.append(block["text"])
         elif "cachePoint" not in block:
             raise UnsupportedContentError(f"system_prompt[{i}]: cannot render a {block_kind(block)} block as text")
-    return "\n".join(texts) if texts else None
+    if system_prompt is None and texts:
+        system_prompt = "\n".join(texts)
+    return None if system_prompt is None else encodable(system_prompt)
 
 
 def _assistant_message(message: Message, where: str, known: Sequence[Mapping[str, Any]]) -> ChatMessage:

@@ -165,6 +165,8 @@ def test_system_prompt_texts_are_joined_and_others_rejected():
     assert system_text(None, [{"text": "a"}, {"cachePoint": {}}, {"text": "b"}]) == "a\nb"
     with pytest.raises(UnsupportedContentError, match=r"system_prompt\[0\]"):
         system_text(None, [{"image": {}}])
+    with pytest.raises(UnsupportedContentError, match=r"system_prompt\[1\].*guardContent"):
+        system_text("s", [{"text": "s"}, {"guardContent": {}}])  # as Strands passes a list
 
 
 # --- images ---
