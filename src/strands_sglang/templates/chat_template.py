@@ -74,6 +74,9 @@ class UnprovenContinuationError(Exception):
     """What follows a sampled turn cannot be derived from the template. The message says why."""
 
 
+FURTHER_CALLS = "tool calls of a message after the first"
+"""The name of what templates drop that show one call per message, such as gpt-oss's."""
+
 _PART_OF_ROLE = {"system": "system prompt", "tool": "tool results"}
 _TAIL_CHARACTERS = 200
 _TAIL_TOKENS = 64
@@ -232,14 +235,18 @@ class ChatTemplate:
 
     @cached_property
     def left_out(self) -> frozenset[str]:
-        """What the template drops silently: "system prompt", "tool calls", "tool results"."""
-        system, argument, result = (self.sentinel() for _ in range(3))
-        call = probe_call(self, 0)
+        """What the template drops silently: "system prompt", "tool calls", "tool results", or `FURTHER_CALLS`."""
+        system, argument, further, result = (self.sentinel() for _ in range(4))
+        call, other = probe_call(self, 0), probe_call(self, 1)
         question: ChatMessage = {"role": "user", "content": "u"}
-        answered = [question, assistant_turn([call], argument), {**probe_result(call), "content": result}]
+        asked = assistant_turn([call], argument)
+        answered = [question, asked, {**probe_result(call), "content": result}]
+        calls = [*asked["tool_calls"], *assistant_turn([other], further)["tool_calls"]]
+        both: ChatMessage = {**asked, "tool_calls": calls}
         probes: list[tuple[list[ChatMessage], Tools, dict[str, str]]] = [
             ([{"role": "system", "content": system}, question], None, {"system prompt": system}),
             (answered, [PROBE_TOOL], {"tool calls": argument, "tool results": result}),
+            ([question, both, probe_result(call), probe_result(other)], [PROBE_TOOL], {FURTHER_CALLS: further}),
         ]
         missing: set[str] = set()
         for messages, tools, expected in probes:
@@ -553,8 +560,13 @@ class ChatTemplate:
         """Reject messages with parts that the template would silently drop."""
         for i, message in enumerate(messages):
             where = getattr(message, "where", f"message {i}")
-            parts = {_PART_OF_ROLE.get(message["role"]), "tool calls" if message.get("tool_calls") else None}
-            for part in parts & self.left_out:
+            calls = message.get("tool_calls") or ()
+            parts = [
+                _PART_OF_ROLE.get(message["role"]),
+                "tool calls" if calls else "",
+                FURTHER_CALLS if calls[1:] else "",
+            ]
+            for part in filter(self.left_out.__contains__, parts):
                 raise ChatTemplateError(
                     f"{where}: the chat template drops the {part}; pass a template that renders all parts, "
                     "chat_template=<jinja text>"

@@ -360,6 +360,18 @@ def test_dropped_results_are_not_continued(chatml_tokenizer, calls):
         template.continuation(SampledTurn([5, end], end, CALLS), results(1), TOOLS)
 
 
+def test_calls_that_a_template_drops_after_the_first_are_rejected(chatml_tokenizer):
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    one, two = call_message(*CALLS[:1]), call_message(CALLS[0], {**CALLS[0], "toolUseId": "t1", "id": "t1"})
+    assert template.opening([*opening_messages(), one, *results(1)], TOOLS).token_ids
+    with pytest.raises(ChatTemplateError, match="drops the tool calls of a message after the first"):
+        template.opening([*opening_messages(), two, *results(2)], TOOLS)
+
+
 def test_a_template_that_drops_the_system_prompt_is_rejected(chatml_tokenizer):
     text = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
