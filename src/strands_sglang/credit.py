@@ -706,8 +706,9 @@ def training_rows(
 def _check_trajectories(episodes: Iterable[Episode]) -> None:
     owners: dict[int, str] = {}
     for episode in episodes:
-        owner = owners.setdefault(id(episode.trajectory), episode.id)
-        if owner != episode.id:
+        owner = owners.get(id(episode.trajectory))
+        owners[id(episode.trajectory)] = episode.id
+        if owner is not None:
             raise ValueError(
                 f"episodes {owner!r} and {episode.id!r} have one trajectory, so each of its tokens would be trained "
                 "twice: run each episode in `with model.episode()`, or call `model.reset()` before it"
