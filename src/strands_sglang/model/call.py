@@ -459,7 +459,7 @@ class ModelCall:
             else:  # the grammar allows no reasoning or calls; what looks like them is part of the JSON
                 parsed = ParsedTurn(None, sampled_text(template, turn, generation), ())
             blocks = content_blocks(parsed)
-            calls_before = sum("toolUse" in block for message in self.chat.messages for block in message["content"])
+            calls_before = _count_calls(self.chat.messages) if parsed.tool_calls else 0
             errors = [call for call in parsed.tool_calls if call.is_error]
             answer = ParsedAnswer(
                 tool_calls=[
@@ -575,7 +575,7 @@ class ModelCall:
         def render() -> Prompt:
             calls_before = 0
             if has_answer:  # its calls may be numbered
-                calls_before = sum("toolUse" in block for message in before for block in message["content"])
+                calls_before = _count_calls(before)
             new = self._chat(messages, known_calls=turn.tool_calls, calls_before=calls_before, first=known)
             if self.images is not None and self.images.numbered and pictures_of(new):
                 raise UnprovenContinuationError("the chat template numbers the images of a conversation")
@@ -676,6 +676,10 @@ class ModelCall:
             images=self.images is not None,
             **context,
         )
+
+
+def _count_calls(messages: Messages) -> int:
+    return sum("toolUse" in block for message in messages for block in message["content"])
 
 
 # --- checking answers ---
