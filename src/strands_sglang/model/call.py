@@ -249,6 +249,7 @@ class ModelCall:
 
     async def _ask(self, tool_choice: Any) -> None:
         """Record the call before its first request."""
+        self.trajectory.encode_with(self.template.encoder)
         place, prompt = self._attach()
         prompt_ids, images = prompt.token_ids, None
         if self.images is not None and prompt.pictures:
@@ -273,7 +274,6 @@ class ModelCall:
         )
         self.turn.chat_tools = self._tools(place.turn)
         self.turn.said = said_in(place.new_messages, self.chat.system if place.turn is None else None)
-        self.trajectory.encoder = self.template.encoder
         logger.debug("call=<%d>, reason=<%s> | asking the model", self.turn.index, self.turn.reason)
 
     async def _share_prefill(self) -> bool:

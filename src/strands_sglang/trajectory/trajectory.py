@@ -170,6 +170,31 @@ class Trajectory:
         self._warned_of_several = False
         self._warned_of_rewriting = False
 
+    def encode_with(self, encoder: Encoder) -> None:
+        """Use an encoder from now on.
+
+        Args:
+            encoder: Encodes and decodes the next calls.
+
+        Raises:
+            ValueError: Recorded ids have another text in its vocabulary.
+        """
+        if encoder is self.encoder:
+            return
+        with self._lock:
+            earlier = dict(self.pieces)
+            if self.encoder is not None:
+                ids = {token_id for turn in self._turns for token_id in (*turn.prompt_ids, *turn.output_ids)}
+                earlier.update(self.encoder.pieces(sorted(ids)))
+            there = encoder.pieces(earlier)
+            for token_id, piece in earlier.items():
+                if piece and piece != there[token_id]:
+                    raise ValueError(
+                        f"the trajectory was recorded with another vocabulary: its id {token_id} is {piece!r}, and "
+                        f"{there[token_id]!r} in the model's; use that tokenizer, or begin a new trajectory"
+                    )
+            self.encoder = encoder
+
     def fingerprint(self, parts: Mapping[str, Any], messages: Messages, agent: str | None = None) -> Conversation:
         """Fingerprint a conversation; what the agent asked before is not digested again.
 

@@ -29,6 +29,7 @@ from hypothesis import given, strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from strands import tool
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 import strands_env
@@ -1069,6 +1070,33 @@ async def test_a_loaded_trajectory_is_extended_like_the_saved_one(rollout, tmp_p
     (sequence,) = model.trajectory.sequences()
     assert sequence.token_ids == server.requests[1].input_ids + server.responses[1].body["output_ids"]
     assert sum(sequence.loss_mask) == sum(len(response.body["output_ids"]) for response in server.responses)
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+async def test_a_trajectory_of_another_vocabulary_is_refused(rollout, tmp_path, is_saved):
+    server, model = rollout(["One.", "Two."])
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    recorded = model.trajectory
+    if is_saved:
+        recorded.save(tmp_path / "t")
+        recorded = Trajectory.load(tmp_path / "t")
+    before = recorded.explain()
+    state = json.loads(model.tokenizer.backend_tokenizer.to_str())
+    vocab = state["model"]["vocab"]
+    piece = model.tokenizer.convert_ids_to_tokens(recorded.turns[0].output_ids[0])
+    vocab[piece], vocab["!"] = vocab["!"], vocab[piece]
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    other = SGLangModel(tokenizer=tokenizer, client=server.client())
+    other.trajectory = recorded
+    with pytest.raises(ValueError, match="recorded with another vocabulary: its id .* use that tokenizer"):
+        await make_agent(other, messages=agent.messages).invoke_async("b")
+    assert recorded.explain() == before
+    assert len(server.requests) == 1
+    model.trajectory = recorded  # its own model goes on
+    await agent.invoke_async("b")
+    assert len(recorded.sequences()) == 1
 
 
 async def test_the_file_can_be_read_without_this_library(recorded, tmp_path):
