@@ -271,6 +271,10 @@ class Held(Environment):
         self.mark.rename(self.mark.with_suffix(".clean"))
 
 
+async def test_an_evaluation_without_tasks_needs_no_actor(cluster):
+    assert await Evaluator(StubEnvironment().factory, executor=RayExecutor(cluster.address)).run([]) == {}
+
+
 async def test_cancelled_episodes_are_cleaned_up_and_actors_end(cluster, tmp_path):
     executor = RayExecutor(episodes_per_actor=4, actor_options=ONE_PER_NODE)
     evaluation = Evaluator(lambda action: Held(tmp_path), max_concurrency=8, executor=executor, show_progress=False)

@@ -132,13 +132,13 @@ class Episodes:
         action = prompt.action.model_copy(deep=True)
         try:
             env = await self._make(action)
+            identity = await self._identity(env) if self.keep_identity else None
         except (Exception, SystemExit) as error:
             logger.warning("an environment could not be created", exc_info=True)
             result = failed(error)
             result.observation.metrics["model_calls"] = 0  # so that the sample is dropped
             return result, True, None
         is_judged = getattr(env, "reward_fn", None) is not None
-        identity = await self._identity(env) if self.keep_identity else None
         try:
             return with_finite_reward(await env.step(action)), is_judged, identity
         except (Exception, SystemExit) as error:

@@ -246,7 +246,7 @@ class Evaluator:
             actions = [prompt.action for prompt in prompts]
             concurrency = await Concurrency.of(self.max_concurrency, self.env_factory, actions)
             runner: Runner = episodes
-            if self.executor is not None:
+            if self.executor is not None and prompts:
                 most = min(concurrency.most, len(run.sample_keys))
                 runner = await stack.enter_async_context(self.executor.start(episodes, prompts, most))
             return await self._run(run, prompts, storage, runner, concurrency)

@@ -864,6 +864,16 @@ async def test_sample_without_an_environment_is_dropped():
     assert (metrics["dropped_samples"], metrics["errored_samples"]) == (2, 0)
 
 
+async def test_sample_without_an_identity_is_dropped(tmp_path):
+    class Nameless(StubEnvironment):
+        def identity(self):
+            raise RuntimeError("no such reward model")
+
+    run = evaluator(Nameless(), output_path=tmp_path / "r.jsonl")
+    metrics = run.compute_metrics(await run.run(tasks(2)))
+    assert (metrics["dropped_samples"], metrics["errored_samples"]) == (2, 0)
+
+
 async def test_missing_reward_of_a_self_judging_step_is_an_error():
     """A step without a reward function that leaves out some rewards must not drop samples."""
     stub = StubEnvironment(lambda action: step_result(1.0 if action.task_context.id == "t0" else None), reward_fn=None)
