@@ -82,7 +82,13 @@ def read_options() -> argparse.Namespace:
                 metavar="N" if kind is int else "X",
                 help=f"by default {setting.default}{fast}",
             )
-    return parser.parse_args()
+    options = parser.parse_args()
+    least = {"steps": 1, "tasks": 1, "samples": 2, "held_out": 1, "held_out_samples": 1, "max_new_tokens": 1}
+    for name, number in least.items():
+        value = getattr(options, name)
+        if value is not None and value < number:
+            parser.error(f"--{name.replace('_', '-')} must be at least {number}")
+    return options
 
 
 def settings_of(options: argparse.Namespace, model_path: Path) -> Settings:

@@ -19,7 +19,7 @@ from typing import Any
 WAYS = ("exact", "openai", "rerendered")
 COLORS = dict(zip(WAYS, ("#1b7837", "#d95f02", "#7570b3"), strict=True))
 START, END = "<!-- written by study_report.py -->", "<!-- end -->"
-STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """97.5 % quantile of Student's t by number of values, for intervals of 95 %."""
 
 Rows = list[dict[str, float]]

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,6 +108,12 @@ def test_a_step_that_does_not_count_is_removed(run):
 def test_another_run_in_the_folder_is_refused(run):
     with pytest.raises(RunError, match="a run with another seed: choose another --output"):
         Run(run.folder).open({"seed": 1})
+
+
+@pytest.mark.parametrize(("option", "least"), [("--steps", 1), ("--samples", 2)])
+def test_a_run_of_nothing_is_refused(option, least):
+    ended = subprocess.run([sys.executable, EXAMPLE, option, str(least - 1)], capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.endswith(f"{option} must be at least {least}\n")
 
 
 def test_tasks_are_the_same_each_time_and_not_held_out():
