@@ -796,6 +796,17 @@ async def test_closing_aborts_and_returns_partial_answers():
     assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+async def test_closing_without_grace_sends_the_aborts():
+    server = scripted(until_aborted(PARTIAL))
+    with server.serve() as base_url:
+        client = SGLangClient(base_url, abort_grace=0)
+        task = asyncio.create_task(client.generate([1]))
+        await arrival(server)
+        await client.close()
+        assert aborts(server) == [server.requests[0].rid]
+        await asyncio.gather(task, return_exceptions=True)  # its answer may have come in time
+
+
 async def test_closing_ends_requests_that_a_transport_keeps():
     async def respond(request):
         arrived.set()
