@@ -69,8 +69,13 @@ class Episode:
         """Accept an outcome in the form that files have.
 
         Raises:
+            TypeError: The group is not hashable.
             ValueError: No episode ends this way.
         """
+        try:
+            hash(self.group)
+        except TypeError as error:
+            raise TypeError(f"episode {self.id!r} has the group {self.group!r}; use a hashable value") from error
         if self.outcome is not None:
             object.__setattr__(self, "outcome", TerminationReason(self.outcome))
 
@@ -480,6 +485,7 @@ class Batch:
         max_length: Length that the loss divides by; None if it does not.
         episodes: Number of episodes, G.
         trained: Number of trained tokens, N.
+        micro_trained: Number of trained tokens in the micro-batch of each row, by the row's index.
     """
 
     rows: Sequence[TrainingRow]
@@ -488,9 +494,14 @@ class Batch:
     max_length: int | None = None
     episodes: int = field(init=False)
     trained: int = field(init=False)
+    micro_trained: Mapping[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         """Count once."""
+        micro_trained: dict[int, int] = {}
+        for members in self.micro_batches or ():
+            micro_trained.update(dict.fromkeys(members, sum(self.rows[index].trained for index in members)))
+        object.__setattr__(self, "micro_trained", micro_trained)
         object.__setattr__(self, "episodes", len({row.episode for row in self.rows}))
         object.__setattr__(self, "trained", sum(row.trained for row in self.rows))
 
@@ -505,9 +516,7 @@ def _per_batch(batch: Batch, index: int) -> float:
 
 
 def _per_micro_batch(batch: Batch, index: int) -> float:
-    batches = batch.micro_batches or ()
-    own = next(one for one in batches if index in one)
-    return 1 / (len(batches) * sum(batch.rows[member].trained for member in own))
+    return 1 / (len(batch.micro_batches or ()) * batch.micro_trained[index])
 
 
 def _per_row(batch: Batch, index: int) -> float:

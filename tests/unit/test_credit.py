@@ -539,3 +539,8 @@ def test_an_outcome_may_be_the_text_that_files_have():
     assert Episode(plain(), 1.0, "g", outcome="infrastructure_error").outcome is TerminationReason.INFRASTRUCTURE_ERROR
     with pytest.raises(ValueError, match="'tired' is not a valid TerminationReason"):
         Episode(plain(), 1.0, "g", outcome="tired")
+
+
+def test_a_group_that_cannot_be_a_key_is_refused():
+    with pytest.raises(TypeError, match=r"episode 'e' has the group \['a', 1\]; use a hashable value"):
+        Episode(plain(), 1.0, ["a", 1], "e")
