@@ -87,7 +87,7 @@ def training_table(runs: dict[tuple[str, int], Rows]) -> list[str]:
             continue
         cells = [shown([rows[number]["reward"] for rows in own if len(rows) > number]) for number in range(steps)]
         cells.append(shown([rows[-1]["held_out"] for rows in own]))
-        cells.append(f"{max(row['max_gap'] for rows in own for row in rows):.1g}")
+        cells.append(f"{max(row['max_gap'] for rows in own for row in rows):.2g}")
         cells.append(f"{statistics.fmean(row['clipped'] for rows in own for row in rows):.1%}")
         lines.append(f"| `{way}` | {len(own)} | " + " | ".join(cells) + " |")
     seeds = sorted({seed for _, seed in runs})
@@ -105,7 +105,7 @@ FIGURES = (
     ("trained, never sampled", "never_sampled", ".1%"),
     ("sampled, never trained", "lost", ".1%"),
     ("mean gap", "mean_gap", ".1g"),
-    ("largest gap", "max_gap", ".1g"),
+    ("largest gap", "max_gap", ".2g"),
     ("KL (k3)", "k3", ".1g"),
     ("ratio beyond 1 ± 0.2", "outside", ".1%"),
 )
