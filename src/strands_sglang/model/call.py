@@ -446,11 +446,9 @@ class ModelCall:
         """
         template, parser, turn = self.template, self.parser, self.turn
         try:
-            kept_stop = parser.tool_end_token if self.json_schema is None else None
-            text = sampled_text(template, turn, generation, kept_stop=kept_stop)
             if self.json_schema is None:
                 parsed = parser.parse_turn(
-                    text,
+                    sampled_text(template, turn, generation, kept_stop=parser.tool_end_token),
                     # A grammar forces the characters of a mark, not its token.
                     token_ids=None if turn.constrained else _answer_ids(template, generation),
                     tokenizer=template.tokenizer,
@@ -459,9 +457,8 @@ class ModelCall:
                     truncated=generation.finish_type == "length",
                 )
             else:  # the grammar allows no reasoning or calls; what looks like them is part of the JSON
-                parsed = ParsedTurn(None, text, ())
+                parsed = ParsedTurn(None, sampled_text(template, turn, generation), ())
             blocks = content_blocks(parsed)
-            holds_empty_reasoning = bool(parser.think_end_token) and parser.think_end_token in text
             calls_before = _count_calls(self.chat.messages) if parsed.tool_calls else 0
             errors = [call for call in parsed.tool_calls if call.is_error]
             answer = ParsedAnswer(
@@ -476,7 +473,7 @@ class ModelCall:
                 result_notices={call.id: parser.render_error(call) for call in errors},
                 parse_errors=[call.attempted_name or call.name for call in errors],
                 ends_in_reasoning=parsed.ends_in_reasoning,
-                has_reasoning=parsed.reasoning is not None or holds_empty_reasoning,
+                has_reasoning=parsed.reasoning is not None,
             )
             self.trajectory.answer(turn, generation, Message(role="assistant", content=blocks), answer)
         except Exception as error:
