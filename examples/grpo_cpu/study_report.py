@@ -128,7 +128,8 @@ def drift_table(drift: dict[tuple[str, str], Rows]) -> list[str]:
                     cells.append("-")
                     continue
                 values = [max(row[name], 0.0) for row in known]
-                weight = "episodes" if name in ("drifted", "other_answers") else "tokens"
+                counted = {"drifted": "episodes", "other_answers": "episodes", "lost": "sampled"}
+                weight = counted.get(name, "tokens")
                 total = sum(row[weight] for row in known)
                 mean = sum(value * row[weight] for value, row in zip(values, known, strict=True)) / total
                 cells.append(f"{max(values) if name == 'max_gap' else mean:{form}}")

@@ -134,7 +134,7 @@ class Episodes:
             env = await self._make(action)
             identity = await self._identity(env) if self.keep_identity else None
         except (Exception, SystemExit) as error:
-            logger.warning("an environment could not be created", exc_info=True)
+            logger.warning("an environment could not be created or identified", exc_info=True)
             result = failed(error)
             result.observation.metrics["model_calls"] = 0  # so that the sample is dropped
             return result, True, None

@@ -267,9 +267,10 @@ class LoopSession:
         if not self.closing.done():
             self.closing.set_result(None)
         await asyncio.gather(*(self.recall(flight, grace) for flight in tuple(self.flights.values())))
-        unsent = [task for key, task in self._tasks.items() if key[0] == "abort"]
-        if unsent and grace < ABORT_TIMEOUT_S:  # a short grace is for responses, and not for the aborts
-            await asyncio.wait(unsent, timeout=ABORT_TIMEOUT_S - grace)
+        aborts = [task for key, task in self._tasks.items() if key[0] == "abort"]
+        if aborts:  # a short grace limits the wait for responses, not for aborts
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait(aborts, timeout=ABORT_TIMEOUT_S)
         await self._guard.aclose()
         for flight in self.flights.values():  # another transport than ours may not have ended them
             flight.answer.cancel()

@@ -177,7 +177,7 @@ class Trajectory:
             encoder: Encodes and decodes the next calls.
 
         Raises:
-            ValueError: Recorded ids have another text in its vocabulary.
+            ValueError: A recorded id is other text in its vocabulary.
         """
         if encoder is self.encoder:
             return
@@ -186,12 +186,12 @@ class Trajectory:
             if self.encoder is not None:
                 ids = {token_id for turn in self._turns for token_id in (*turn.prompt_ids, *turn.output_ids)}
                 earlier.update(self.encoder.pieces(sorted(ids)))
-            there = encoder.pieces(earlier)
+            there = encoder.pieces(earlier) if earlier else {}
             for token_id, piece in earlier.items():
-                if piece and piece != there[token_id]:
+                if piece and piece.strip() != there[token_id].strip():  # tokenizers may differ in the first space
                     raise ValueError(
                         f"the trajectory was recorded with another vocabulary: its id {token_id} is {piece!r}, and "
-                        f"{there[token_id]!r} in the model's; use that tokenizer, or begin a new trajectory"
+                        f"{there[token_id]!r} in the model's; use the tokenizer it was recorded with"
                     )
             self.encoder = encoder
 

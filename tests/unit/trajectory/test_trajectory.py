@@ -1090,11 +1090,11 @@ async def test_a_trajectory_of_another_vocabulary_is_refused(rollout, tmp_path, 
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
     other = SGLangModel(tokenizer=tokenizer, client=server.client())
     other.trajectory = recorded
-    with pytest.raises(ValueError, match="recorded with another vocabulary: its id .* use that tokenizer"):
+    with pytest.raises(ValueError, match="recorded with another vocabulary: its id .* use the tokenizer it was"):
         await make_agent(other, messages=agent.messages).invoke_async("b")
     assert recorded.explain() == before
     assert len(server.requests) == 1
-    model.trajectory = recorded  # its own model goes on
+    model.trajectory = recorded  # its own model continues it
     await agent.invoke_async("b")
     assert len(recorded.sequences()) == 1
 
