@@ -100,20 +100,21 @@ def training_table(runs: dict[tuple[str, int], Rows]) -> list[str]:
 
 
 FIGURES = (
-    ("episodes drifted", "drifted", ".0%"),
-    ("with an untrained answer", "other_answers", ".0%"),
-    ("trained, never sampled", "never_sampled", ".1%"),
-    ("sampled, never trained", "lost", ".1%"),
-    ("mean gap", "mean_gap", ".1g"),
-    ("largest gap", "max_gap", ".2g"),
-    ("KL (k3)", "k3", ".1g"),
-    ("ratio beyond 1 ± 0.2", "outside", ".1%"),
+    ("episodes drifted", "drifted", ".0%", "episodes"),
+    ("with an untrained answer", "other_answers", ".0%", "episodes"),
+    ("trained, never sampled", "never_sampled", ".1%", "tokens"),
+    ("sampled, never trained", "lost", ".1%", "sampled"),
+    ("mean gap", "mean_gap", ".1g", "tokens"),
+    ("largest gap", "max_gap", ".2g", "tokens"),
+    ("KL (k3)", "k3", ".1g", "tokens"),
+    ("ratio beyond 1 ± 0.2", "outside", ".1%", "tokens"),
 )
+"""Title, column, format, and the column that weights it."""
 
 
 def drift_table(drift: dict[tuple[str, str], Rows]) -> list[str]:
     """Return the table of what drifts before any update."""
-    names = [title for title, _, _ in FIGURES]
+    names = [title for title, *_ in FIGURES]
     lines = ["| Setting | Way | episodes | " + " | ".join(names) + " |", "|---|---|---|" + "---|" * len(names)]
     for setting in dict.fromkeys(["base", *sorted(name for name, _ in drift)]):
         for way in WAYS:
@@ -122,14 +123,12 @@ def drift_table(drift: dict[tuple[str, str], Rows]) -> list[str]:
                 continue
             count = sum(row["episodes"] for row in rows)
             cells = []
-            for _, name, form in FIGURES:
+            for _, name, form, weight in FIGURES:
                 known = [row for row in rows if name in row]
                 if not known:
                     cells.append("-")
                     continue
                 values = [max(row[name], 0.0) for row in known]
-                counted = {"drifted": "episodes", "other_answers": "episodes", "lost": "sampled"}
-                weight = counted.get(name, "tokens")
                 total = sum(row[weight] for row in known)
                 mean = sum(value * row[weight] for value, row in zip(values, known, strict=True)) / total
                 cells.append(f"{max(values) if name == 'max_gap' else mean:{form}}")
