@@ -74,7 +74,7 @@ def write_evaluation(folder):
     evaluator.benchmark_name = "products"
     asyncio.run(evaluator.run(tasks))
     ended = 1_750_000_000.0
-    records = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "results.jsonl").read_bytes().splitlines()]
     for record in records:  # as long as a server would take
         record["seconds"] = record["observation"]["metrics"]["sampled_tokens"] * draw.uniform(0.02, 0.04)
         record["ended_at"] = ended = ended + record["seconds"] / 10

@@ -112,7 +112,7 @@ async def test_killed_and_resumed_evaluation_has_each_sample_once(own_server, sm
     assert sum(asked[prompt] for prompt in prompts.values()) == tasks * samples - sum(finished.values())
 
     # Each sample is there once.
-    records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    records = [json.loads(line) for line in results.read_bytes().splitlines()]
     assert len(records) == len({record["key"] for record in records}) == tasks * samples
     assert {(record["prompt_id"], record["sample_index"]) for record in records} == {
         (prompt, index) for prompt in prompts.values() for index in range(samples)

@@ -173,4 +173,4 @@ class StubEnvironment:
 
 def lines(path):
     """Read the records of a file, with the standard library only."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]

@@ -932,7 +932,7 @@ def trajectories_exchanged(folder: Path, random: Random) -> str | None:
 
 def records(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     path = next(iter(sorted(folder.rglob("results.jsonl"))))
-    return path, [json.loads(line) for line in path.read_text().splitlines()]
+    return path, [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def save_records(path: Path, lines: list[dict[str, Any]]) -> None:

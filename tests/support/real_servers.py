@@ -48,12 +48,16 @@ LOG_EVERYTHING = ("--log-requests", "--log-requests-level", "3", "--log-requests
 
 
 def logged(path, event):
-    """Return the log's entries of one kind, `request.received` or `request.finished`."""
+    """Return the log's entries of one kind, `request.received` or `request.finished`.
+
+    A killed server may leave the last line unfinished.
+    """
     entries = []
-    for line in path.read_text(errors="replace").splitlines():
-        start = line.find('{"')
-        if f'"{event}"' in line and start >= 0:
-            entries.append(json.loads(line[start:]))
+    # As bytes: a str has line ends that JSON does not escape, U+0085 for one, and a random model samples them.
+    for line in path.read_bytes().splitlines(keepends=True):
+        start = line.find(b'{"')
+        if f'"{event}"'.encode() in line and start >= 0 and line.endswith(b"\n"):
+            entries.append(json.loads(line[start:].decode(errors="replace")))
     return entries
 
 

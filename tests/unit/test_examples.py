@@ -287,7 +287,7 @@ def test_data_is_prepared_from_local_files(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert run.stdout.count("2 rows") == 2
     for name in ("dapo-math-17k", "aime-2024"):
-        lines = (tmp_path / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (tmp_path / "data" / f"{name}.jsonl").read_bytes().splitlines()
         assert [json.loads(line) for line in lines] == [
             rows[0],
             {"prompt": [{"role": "user", "content": "2 + 2? ü"}], "label": "4", "source": "x"},

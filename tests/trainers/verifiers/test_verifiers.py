@@ -193,7 +193,7 @@ def test_the_example_writes_results(tmp_path):
     server = ScriptedSGLang(tokenizer, ["It is \\boxed{1161}.", "It is \\boxed{1}."] * 4)
     with server.serve() as base_url:
         asyncio.run(example["main"](str(tmp_path / "model"), base_url, tmp_path / "results.jsonl"))
-    records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_bytes().splitlines()]
     rewards = [WireEpisode.model_validate(record).traces[0].reward for record in records]
     assert sorted(rewards) == [0.0] * 4 + [1.0] * 4
     rows = training_rows([episode for record in records for episode in from_record(record)])

@@ -556,7 +556,7 @@ def evaluated(chatml_tokenizer, tmp_path_factory):
 
 def change_records(folder, change):
     path = folder / "results.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in path.read_bytes().splitlines()]
     change(records)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 

@@ -1456,7 +1456,7 @@ async def test_an_old_trajectory_is_extended(release, name):
 @of_each_release
 async def test_an_old_evaluation_by_the_library_is_resumed(release, tmp_path):
     path = shutil.copytree(release / "library", tmp_path / "out") / "results.jsonl"
-    before = {sample["key"]: sample for sample in map(json.loads, path.read_text("utf-8").splitlines()[:-1])}
+    before = {sample["key"]: sample for sample in map(json.loads, path.read_bytes().splitlines()[:-1])}
     stub = StubEnvironment()
     evaluator = Evaluator(stub.factory, show_progress=False, n_samples_per_prompt=2, output_path=path)
     results = await evaluator.run(tasks(4))

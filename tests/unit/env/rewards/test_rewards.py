@@ -450,7 +450,7 @@ def test_ground_truths_of_common_datasets_are_read(truth):
 
 
 def lines_of(name):
-    return [json.loads(line) for line in (Path(__file__).parent / name).read_text("utf-8").splitlines()]
+    return [json.loads(line) for line in (Path(__file__).parent / name).read_bytes().splitlines()]
 
 
 PAIRS = lines_of("math_pairs.jsonl")
