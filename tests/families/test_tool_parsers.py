@@ -1263,6 +1263,17 @@ def test_an_open_analysis_message_ends_in_reasoning(text, unclosed):
     assert HARMONY_PARSER.parse_turn(text, truncated=True).ends_in_reasoning is unclosed
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>Yes", True),
+        ("<|channel|>commentary<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Yes", False),
+    ],
+)
+def test_only_analysis_is_reasoning(text, expected):
+    assert HARMONY_PARSER.parse_turn(text).has_reasoning is expected
+
+
 class TestPhi4(ParserChecks):
     format = Format(
         parser=Phi4ToolParser(),

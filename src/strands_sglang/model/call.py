@@ -473,7 +473,7 @@ class ModelCall:
                 result_notices={call.id: parser.render_error(call) for call in errors},
                 parse_errors=[call.attempted_name or call.name for call in errors],
                 ends_in_reasoning=parsed.ends_in_reasoning,
-                has_reasoning=parsed.reasoning is not None,
+                has_reasoning=parsed.has_reasoning,
             )
             self.trajectory.answer(turn, generation, Message(role="assistant", content=blocks), answer)
         except Exception as error:

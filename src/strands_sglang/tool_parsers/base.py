@@ -21,6 +21,7 @@ from .reading.marks import (
     MarkKind,
     ReadCall,
     Span,
+    SpanKind,
     doubtful_calls,
     find_marks,
     reasoning_text,
@@ -232,7 +233,8 @@ class ToolParser:
             accepted = _accepted_keywords(type(self).parse)
             keywords = {name: value for name, value in {"tools": tools, **ids}.items() if name in accepted}
             calls = self.parse(remaining, **keywords)
-        return ParsedTurn(reasoning or None, visible, tuple(calls), unclosed)
+        has_reasoning = any(span.kind is SpanKind.REASONING for span in spans)
+        return ParsedTurn(reasoning or None, visible, tuple(calls), unclosed, has_reasoning)
 
     def kinds_of_marks(self) -> dict[str, str]:
         """Return the marks of the format, as a mapping from spelling to kind."""

@@ -140,12 +140,14 @@ class ParsedTurn:
         tool_calls: Calls in the order in which the model made them. After the first 1000, the rest of the turn is one
             malformed call.
         ends_in_reasoning: Whether the turn ends inside reasoning that nothing closed, even if that is empty.
+        has_reasoning: Whether the turn holds reasoning, even if that is empty.
     """
 
     reasoning: str | None
     text: str
     tool_calls: tuple[ToolParseResult, ...]
     ends_in_reasoning: bool = False
+    has_reasoning: bool = False
 
 
 def failed_call(

@@ -94,7 +94,7 @@ class ParsedAnswer:
         result_notices: Text that replaces the result of a call that did not parse, by toolUseId.
         parse_errors: The tool names that the calls that did not parse seemed to mean.
         ends_in_reasoning: Whether the answer ends inside unclosed reasoning.
-        has_reasoning: Whether the answer holds reasoning.
+        has_reasoning: Whether the answer holds reasoning, even if that is empty.
     """
 
     tool_calls: Sequence[Mapping[str, Any]] = ()

@@ -69,7 +69,7 @@ class Turn:
         parent_kept: Number of the parent's sampled ids that precede this turn's prompt; None for all. It is all but the
             last if the parent stopped with a different token than the chat template writes there.
         ends_in_reasoning: Whether the answer ends inside unclosed reasoning.
-        has_reasoning: Whether the answer holds reasoning.
+        has_reasoning: Whether the answer holds reasoning, even if that is empty.
         cause: The error that failed or cut the turn.
         images: The images of the prompt; None without images.
         tool_calls: The answer's tool calls in order, each as `{"toolUseId", "name", "id"}`. The model knows a call by

@@ -580,6 +580,26 @@ async def test_template_policy_starts_a_sequence_per_user_message(rollout):
     )
 
 
+@pytest.mark.parametrize("answer", ["<think>\n\n</think>\n\nAnswer", "<think></think>Answer", "</think>Answer"])
+async def test_template_policy_strips_empty_reasoning(rollout, answer):
+    server, model = rollout([answer, "b"], history_policy="template")
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    await agent.invoke_async("b")
+    assert "think>" not in server.requests[1].text
+    assert "rewrites earlier turns after a user message" in model.trajectory.turns[1].reason
+
+
+async def test_template_policy_keeps_a_quoted_mark(rollout):
+    quoting = call(expression="'<think></think>'")
+    server, model = rollout([quoting, "Done.", "b"], history_policy="template")
+    agent = make_agent(model, make_tools()[0])
+    await agent.invoke_async("a")
+    await agent.invoke_async("b")
+    assert "'<think></think>'" in server.requests[2].text
+    assert len(model.trajectory.sequences()) == 1
+
+
 async def test_template_policy_strips_reasoning_of_a_restored_history(rollout):
     server, model = rollout(["It is 6.", "Bye.", "Yes."], history_policy="template")
     thought = {"reasoningContent": {"reasoningText": {"text": "Hidden thought."}}}

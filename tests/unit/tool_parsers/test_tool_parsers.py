@@ -426,6 +426,31 @@ def test_a_turn_reports_whether_it_ends_in_reasoning(text, reasoning_open, unclo
         assert parser.parse_turn(text, reasoning_open=reasoning_open).ends_in_reasoning is unclosed
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning_open", "expected"),
+    [
+        ("<think></think>Yes.", False, True),
+        ("<think>\n\n</think>\n\nYes.", False, True),
+        ("</think>Yes.", False, True),
+        ("</think>Yes.", True, True),
+        ("", True, True),
+        ("<think>Hm</think>Yes.", False, True),
+        ("Hm</think>Yes.", False, True),
+        ("Yes.", False, False),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": "<think></think>"}}\n</tool_call>', False, False),
+    ],
+)
+def test_a_turn_reports_whether_it_has_reasoning(text, reasoning_open, expected):
+    for parser in (HermesToolParser(), QwenXMLToolParser()):
+        turn = parser.parse_turn(text, reasoning_open=reasoning_open)
+        assert turn.has_reasoning is expected
+        assert (turn.reasoning is None) is ("Hm" not in text)
+
+
+def test_ordinary_tokens_that_look_like_empty_reasoning_are_none():
+    assert not HermesToolParser().parse_turn(**encode("Write <thin", "k></thin", "k>.")).has_reasoning
+
+
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 TOKENIZER = build_chatml_tokenizer()
 

@@ -280,8 +280,8 @@ def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> t
         reasoning_open: Whether the prompt ended inside reasoning.
 
     Returns:
-        The non-empty spans in order, and whether the turn ends inside reasoning that nothing closed, even if that is
-        empty. Marks around reasoning belong to no span; stray end marks of calls are text.
+        The spans in order, and whether the turn ends inside reasoning that nothing closed. Only reasoning may be empty.
+        Marks around reasoning belong to no span; stray end marks of calls are text.
     """
     text = turn.text
     spans: list[Span] = []
@@ -298,7 +298,7 @@ def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> t
         nonlocal unclosed
         close = turn.find(MarkKind.THINK_END, start)
         unclosed = close is None
-        add(SpanKind.REASONING, start, len(text) if close is None else close.start)
+        spans.append(Span(SpanKind.REASONING, start, len(text) if close is None else close.start))
         return len(text) if close is None else close.end
 
     if reasoning_open:
@@ -327,7 +327,7 @@ def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> t
             position = reason(mark.end)
             continue
         if mark.kind is MarkKind.THINK_END:
-            drafts, spans[settled:] = spans[settled:], []
+            drafts, spans[settled:] = spans[settled:] or [Span(SpanKind.REASONING, mark.start, mark.start)], []
             for span in drafts:  # they turn out to be reasoning; join adjacent ones
                 touches = len(spans) > settled and spans[-1].end == span.start
                 start = spans.pop().start if touches else span.start
