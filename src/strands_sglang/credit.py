@@ -69,9 +69,11 @@ class Episode:
         """Accept an outcome in the form that files have.
 
         Raises:
-            TypeError: The group is not hashable.
+            TypeError: The group is not hashable, or the id is no string.
             ValueError: No episode ends this way.
         """
+        if not isinstance(self.id, str):  # a file would give it back as one, which names no episode
+            raise TypeError(f"an episode has the id {self.id!r}, which is no string; use str()")
         try:
             hash(self.group)
         except TypeError as error:

@@ -541,6 +541,12 @@ def test_an_outcome_may_be_the_text_that_files_have():
         Episode(plain(), 1.0, "g", outcome="tired")
 
 
+@pytest.mark.parametrize("name", [7, None, b"e"])
+def test_an_id_that_is_no_string_is_refused(name):
+    with pytest.raises(TypeError, match=f"the id {name!r}, which is no string; use str"):
+        Episode(plain(), 1.0, "g", name)
+
+
 def test_a_group_that_cannot_be_a_key_is_refused():
     with pytest.raises(TypeError, match=r"episode 'e' has the group \['a', 1\]; use a hashable value"):
         Episode(plain(), 1.0, ["a", 1], "e")

@@ -131,7 +131,7 @@ def from_trace(
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"turn {number} of the trace is malformed: {error!r}") from error
     about = record.about
-    name = name_in(about.get("id"), "the id of the episode") if id is None else id
+    name = name_in(about.get("id"), "the id of the episode", str | None) if id is None else id
     episode = Episode(
         Trajectory.of_turns(record.turns),
         reward_in(about.get("reward"), "the reward of the episode") if reward is None else reward,

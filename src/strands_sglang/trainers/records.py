@@ -145,14 +145,14 @@ def reward_in(value: Any, name: str) -> float | None:
     return float(value)
 
 
-def name_in(value: Any, name: str) -> Any:
+def name_in(value: Any, name: str, kinds: Any = str | int | float | None) -> Any:
     """Return an id or a group of a record.
 
     Raises:
-        ValueError: It is not a text, a number or None.
+        ValueError: It has another type.
     """
-    if not isinstance(value, str | int | float | None):
-        raise ValueError(f"{name} is {value!r}, not a text or a number")
+    if not isinstance(value, kinds):
+        raise ValueError(f"{name} is {value!r}, not {getattr(kinds, '__name__', kinds)}")
     return value
 
 

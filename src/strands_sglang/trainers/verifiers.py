@@ -189,7 +189,7 @@ def _episode(record: Mapping[str, Any], trace: Mapping[str, Any]) -> Episode:
         trajectory,
         reward,
         name_in(group, "the group of the episode"),
-        name_in(trace["id"], "the id of the trace"),
+        name_in(trace["id"], "the id of the trace", str),
         outcome=outcome,
     )
 

@@ -136,7 +136,9 @@ def test_an_odd_value_is_refused_or_harmless(kind, tmp_path_factory, data):
         ("verifiers", ("traces", 0), [], "not a record of verifiers"),
         ("verifiers", ("traces", 0, "nodes", 1, "token_ids", 0), 2**31, "trace 't' is malformed: OverflowError"),
         ("verifiers", ("traces", 0, "nodes", 1, "mask", 0), 2, "node 1: its mask has a value that is not 0 or 1"),
-        ("verifiers", ("group", "id"), ["g"], r"the group of the episode is \['g'\], not a text or a number"),
+        ("verifiers", ("group", "id"), ["g"], r"the group of the episode is \['g'\], not str \| int \| float \| None"),
+        ("verifiers", ("traces", 0, "id"), 7, "the id of the trace is 7, not str"),
+        ("openenv", ("turns", 0, "metadata", "episode", "id"), 7, r"the id of the episode is 7, not str \| None"),
     ],
 )
 def test_an_odd_value_is_named(kind, place, value, message):
