@@ -177,7 +177,10 @@ async def test_an_aborted_request_keeps_the_rows_of_what_it_sampled(tiny_moe_ser
 async def test_rows_that_lack_the_first_ones_are_refused(tiny_moe_server):
     async with SGLangClient(tiny_moe_server.base_url) as client:
         response = await client.generate(
-            PROMPT, {"max_new_tokens": 4}, return_routed_experts=True, routed_experts_start_len=3
+            PROMPT,
+            {"max_new_tokens": 4, "ignore_eos": True},
+            return_routed_experts=True,
+            routed_experts_start_len=3,
         )
     with pytest.raises(SGLangDecodingError, match=r"30 ids .* among 8 tokens.*routed_experts_start_len"):
         read_generation(response, logprobs_expected=False)

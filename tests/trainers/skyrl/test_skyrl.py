@@ -139,8 +139,13 @@ def test_weights_make_skyrls_loss_the_wanted_one(episodes, reduction):
 
 
 async def test_the_generator_runs_the_batch(episodes):
+    ended = [asyncio.Event() for _ in range(5)]
+    ended[4].set()
+
     async def run_episode(prompt, extras, sampling):
         assert sampling == {"temperature": 1.0}
+        await ended[extras["number"] + 1].wait()  # each takes longer than the next
+        ended[extras["number"]].set()
         return episodes[extras["number"]]
 
     generator = make_generator(run_episode, max_tokens=1000)
@@ -156,6 +161,7 @@ async def test_the_generator_runs_the_batch(episodes):
     assert output["rollout_metrics"] == {"episodes_left_out": 0.0, "rows_per_episode": 2.0}
     times = output["trajectory_generation_times"]  # one for each row
     assert len(times) == 8 and len(set(times)) == 4
+    assert times == sorted(times, reverse=True)
 
 
 def test_rewards_of_turns_are_refused(episodes):
