@@ -1,7 +1,7 @@
 """Whatever happens to a history, the record is what the model saw and sampled, and is trained once.
 
 Random episodes (`support.histories`) are played against the scripted server and judged from outside of the library.
-Every run has the same cases; `HISTORY_CASES=20000 HISTORY_SEED=1` has more and others.
+The seed is fixed; `HISTORY_CASES=20000 HISTORY_SEED=1` runs more cases, and others.
 """
 
 import asyncio

@@ -77,7 +77,7 @@ def test_logprobs_under_a_mask_sum_to_one(rows, temperature, seed):
 
 
 def test_no_mask_is_the_whole_vocabulary():
-    logits, ids = torch.randn(5, 11), torch.tensor([0, 3, 10, 3, 7])
+    logits, ids = torch.randn(5, 11, dtype=torch.float64), torch.tensor([0, 3, 10, 3, 7])
     expected = torch.log_softmax(logits / 0.7, dim=-1).gather(1, ids[:, None])[:, 0]
     assert masked_logprobs(logits, ids, None, temperature=0.7) == pytest.approx(expected)
     assert masked_logprobs(logits, ids, [[]] * 5, temperature=0.7) == pytest.approx(expected)
