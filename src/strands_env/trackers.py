@@ -29,7 +29,7 @@ class Tracker(Protocol):
         """Log metrics of a step.
 
         Args:
-            metrics: Values by name. Values that are no finite numbers are left out.
+            metrics: Values by name. Values that are not finite numbers are left out.
             step: The step, such as a training step or a weight version.
         """
 

@@ -88,12 +88,12 @@ def open_run(folder: str | Path) -> Callable[[float], View] | None:
 def watch(folder: str | Path, *, seconds: float = 1.0, success_threshold: float = 1.0) -> View | None:
     """Show a run on the terminal until it is over or Ctrl-C is pressed; return the last view.
 
-    Where standard output is no terminal, the view is printed once.
+    If standard output is not a terminal, the view is printed once.
 
     Args:
         folder: Folder of an evaluation or of a training run.
         seconds: Time between two looks at the files.
-        success_threshold: Least reward of a success.
+        success_threshold: Minimum reward of a success.
 
     Raises:
         CheckpointError: The files are damaged.
@@ -281,7 +281,7 @@ class TrainingView:
 
 
 def read_steps(path: Path) -> tuple[list[str], list[dict[str, float]]]:
-    """Read the figures of steps; what is no number is NaN, and a last line that is not complete is left out.
+    """Read the figures of steps; what is not a number is NaN, and an incomplete last line is left out.
 
     Args:
         path: The CSV file.
@@ -326,7 +326,7 @@ def step_table(names: Sequence[str], steps: Sequence[dict[str, float]], *, width
 
 
 def spark(values: Sequence[float]) -> str:
-    """Draw values as bars of one row; what is no finite number is a space."""
+    """Draw values as bars of one row; what is not a finite number is a space."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""

@@ -69,11 +69,11 @@ class Episode:
         """Accept an outcome in the form that files have.
 
         Raises:
-            TypeError: The group is not hashable, or the id is no string.
+            TypeError: The group is not hashable, or the id is not a string.
             ValueError: No episode ends this way.
         """
         if not isinstance(self.id, str):  # a file would give it back as one, which names no episode
-            raise TypeError(f"an episode has the id {self.id!r}, which is no string; use str()")
+            raise TypeError(f"the id of an episode must be a string, not {self.id!r}: use str()")
         try:
             hash(self.group)
         except TypeError as error:
@@ -316,7 +316,7 @@ class TrainingRows(Sequence[TrainingRow]):
         except SafetensorError as error:
             raise RowsFileError(f"{path}: not a safetensors file, or truncated: {error}") from error
         except KeyError as error:  # bfloat16, which NumPy does not have
-            raise RowsFileError(f"{path}: holds tensors of type {error}, which no training rows are") from error
+            raise RowsFileError(f"{path}: not training rows: it has tensors of type {error}") from error
         # A safetensors file begins with the length of its header, 8 bytes little-endian, and the header in JSON.
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
         if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
@@ -628,8 +628,9 @@ def training_rows(
         The rows, and what was kept out of them.
 
     Raises:
-        ValueError: Two episodes share an id or train one trajectory, `turn_rewards` names a turn that is no part of the
-            rollout, a version is not an integer although `max_staleness` is given, or `discount` is not from 0 to 1.
+        ValueError: Two episodes share an id or train one trajectory, `turn_rewards` names a turn that is not part of
+            the rollout, a version is not an integer although `max_staleness` is given, or `discount` is not from 0 to
+            1.
     """
     if not 0 <= discount <= 1:
         raise ValueError(f"discount={discount!r} is not from 0 to 1")
@@ -758,8 +759,8 @@ def _returns(episode: Episode, turns: Sequence[Turn], discount: float) -> list[f
     for name in episode.turn_rewards:
         if name not in known:
             raise ValueError(
-                f"turn_rewards of episode {episode.id} names turn {name!r}, which is no part of the rollout: it has no "
-                "answer, was discarded, or is auxiliary"
+                f"turn_rewards of episode {episode.id} names turn {name!r}, which is not part of the rollout: it has "
+                "no answer, was discarded, or is auxiliary"
             )
     total, later = 0.0, float(episode.reward or 0.0)
     returns: list[float] = []
@@ -849,7 +850,7 @@ def _unfit(
 
 
 def as_number(reward: Any) -> float:
-    """Return a reward, perhaps a number of NumPy or PyTorch, as a plain float; NaN if it is no number."""
+    """Return a reward, perhaps a number of NumPy or PyTorch, as a plain float; NaN if it is not a number."""
     try:
         return float(reward)
     except (TypeError, ValueError, RuntimeError):  # the last one is PyTorch's, for a tensor of several numbers

@@ -86,7 +86,7 @@ class RewardRule(str, Enum):
     COMPUTED_IF_ANSWERED = "computed_if_answered"
     """The reward function decides if the model gave an answer; otherwise there is no reward."""
     NONE = "none"
-    """There is no reward: the outcome says nothing about the policy."""
+    """There is no reward."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def paint(text: str, color: str) -> str:
         color: "bold", "red", "green" or "yellow".
 
     Returns:
-        The text itself where standard output is no terminal, or `NO_COLOR` is set; colored wherever `FORCE_COLOR` is.
+        The text itself if standard output is not a terminal, or `NO_COLOR` is set; colored wherever `FORCE_COLOR` is.
     """
     if not os.environ.get("FORCE_COLOR") and (
         os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(sys.stdout)

@@ -57,8 +57,8 @@ class ToolLimiter(HookProvider):
     of 0, the loop therefore ends after the results of the first iteration. The calls of one iteration are never split,
     so `tool_call_count` can end above `max_tool_calls`.
 
-    Counts continue over invocations until `reset()`. A limiter that several agents share counts their sum, and stops
-    the agent that reaches the limit. Messages that are added outside an invocation, by direct tool calls, do not count.
+    Counts accumulate across invocations until `reset()`. A limiter that several agents share counts for all of them,
+    and stops the agent that reaches the limit. Messages added outside an invocation (direct tool calls) do not count.
 
     Afterwards the history ends with the message that reached the limit, and the agent can be used again.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from array import array
 from collections import Counter
 from dataclasses import replace
@@ -197,7 +198,7 @@ def test_a_reward_at_the_end_is_the_same_for_all_turns(rewards, lengths):
 
 
 def test_turn_rewards_must_name_turns_of_the_rollout():
-    with pytest.raises(ValueError, match="turn_rewards of episode a names turn 7, which is no part of the rollout"):
+    with pytest.raises(ValueError, match="turn_rewards of episode a names turn 7, which is not part of the rollout"):
         training_rows([Episode(plain(), 1.0, "g", "a", turn_rewards={7: 1.0}), *batch(0.0)])
     with pytest.raises(ValueError, match="names turn '0'"):  # as JSON has it
         training_rows([Episode(plain(), 1.0, "g", "a", turn_rewards={"0": 1.0, 7: 1.0}), *batch(0.0)])
@@ -471,7 +472,11 @@ def test_a_file_without_rows_is_named(tmp_path, fault):
     rows = training_rows(batch(1.0, 0.0))
     rows.save(path)
     content = path.read_bytes()
-    message = {"torn": "not a safetensors file, or truncated", "foreign": "not a safetensors file", "weights": "holds"}
+    message = {
+        "torn": "not a safetensors file, or truncated",
+        "foreign": "not a safetensors file",
+        "weights": "not training rows",
+    }
     if fault == "torn":
         path.write_bytes(content[:-7])
     elif fault == "foreign":
@@ -543,7 +548,7 @@ def test_an_outcome_may_be_the_text_that_files_have():
 
 @pytest.mark.parametrize("name", [7, None, b"e"])
 def test_an_id_that_is_no_string_is_refused(name):
-    with pytest.raises(TypeError, match=f"the id {name!r}, which is no string; use str"):
+    with pytest.raises(TypeError, match=re.escape(f"the id of an episode must be a string, not {name!r}")):
         Episode(plain(), 1.0, "g", name)
 
 

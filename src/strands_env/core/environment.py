@@ -344,16 +344,16 @@ class Environment(Identified):
             reward_fn: Reward function for episodes; None for no rewards.
             system_prompt: System prompt of the agent; None for the content of `default_system_prompt_path`. System
                 messages of an action are appended to it.
-            max_tool_iterations: Most assistant messages with tool calls, each with its results.
-            max_tool_calls: Most single tool calls. Calls beyond the limit are not run, even within one message; the
-                model sees an error instead of their results.
+            max_tool_iterations: Maximum number of assistant messages with tool calls, each with its results.
+            max_tool_calls: Maximum number of single tool calls. Calls beyond the limit are not run, even within one
+                message; the model sees an error instead of their results.
             verbose: Whether to print the agent's messages and tool calls.
-            max_parallel_tool_calls: Most tool calls run per assistant message.
-            max_turns: Most model calls.
-            max_sampled_tokens: Most tokens sampled by the agent's model calls. Checked between turns, so the last turn
-                may exceed it by at most the model's `max_new_tokens`.
-            max_total_tokens: Most prompt and response tokens, summed over the agent's model calls. Checked between
-                turns.
+            max_parallel_tool_calls: Maximum number of tool calls that run per assistant message.
+            max_turns: Maximum number of model calls.
+            max_sampled_tokens: Maximum number of tokens that the agent's model calls sample. Checked between turns, so
+                the last turn may exceed it by at most the model's `max_new_tokens`.
+            max_total_tokens: Maximum number of prompt and response tokens, summed over the agent's model calls. Checked
+                between turns.
             episode_timeout: Seconds from the start of `reset` until the agent ends.
             tool_timeout: Seconds for one tool call. A call that times out ends with an error that the model sees, and
                 the episode continues.

@@ -121,7 +121,7 @@ class Supervisor:
         def interrupt(timer: _Timer) -> None:
             nonlocal is_late
             if is_late and outcome is not None:
-                logger.warning("%s does not end although it was cancelled, and is abandoned", what)
+                logger.warning("%s was cancelled but did not end, and is abandoned", what)
                 self._abandoned_with.set_result(outcome)
                 return
             is_late = True

@@ -170,11 +170,11 @@ class StepResult(BaseModel):
     Attributes:
         observation: Messages, tokens and metrics of the episode.
         reward: The reward; None if the environment has no reward function, if the reward function failed, or if the
-            outcome says nothing about the policy.
+            outcome has no reward: a failure, an abort, a cancellation, or a timeout before the model answered.
         termination_reason: How the episode ended. A failing reward function does not change it.
         error: What failed, as text; None if nothing did.
-        reward_error: How the reward function failed: it raised, timed out or returned no finite number. None if it did
-            not fail.
+        reward_error: How the reward function failed: it raised, timed out or returned something other than a finite
+            number. None if it did not fail.
         reward_error_is_infrastructure: Whether it failed for a reason that no answer can cause. Every other failure
             counts as a wrong answer, so that a policy gains nothing by making its reward function fail.
     """

@@ -229,7 +229,7 @@ async def _tools_of(client: MCPClient, seconds: float) -> list[Any]:
     try:
         return await asyncio.wait_for(run_in_thread(_list_tools, client), seconds)
     except asyncio.TimeoutError:
-        raise TimeoutError(f"it was silent for {seconds:g} seconds") from None
+        raise TimeoutError(f"it did not answer within {seconds:g} seconds") from None
 
 
 def _list_tools(client: MCPClient) -> list[Any]:

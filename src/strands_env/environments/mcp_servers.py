@@ -77,7 +77,7 @@ def _described(server: Any) -> Mapping[str, Any]:
     """A server as a mapping.
 
     Raises:
-        ValueError: It is no valid server.
+        ValueError: It is not a valid server.
     """
     if isinstance(server, str):
         if server.startswith(("http://", "https://")):

@@ -89,7 +89,7 @@ def load_benchmark(
         name: Name of the benchmark: `aime-2024`, `aime-2025`, `gsm8k` or `math-500`.
         path: Local file with its rows, or a folder of files as on the Hub, in the fields of the Hub or in fields with
             usual names; None to load it with the package `datasets` (extra `datasets`), from its cache or from the Hub.
-        limit: Most tasks to load, from the start; None for all.
+        limit: Maximum number of tasks to load, from the start; None for all.
         check_truth: Function that checks each ground truth, as for `load_tasks`.
 
     Raises:
@@ -165,7 +165,7 @@ def load_tasks(
         split: For a folder, the split to load; None if it has only one.
         needs_answer: Whether a row without an answer is an error.
         read_answer: Function that converts a row's answer to the ground truth. It receives None if the row has none.
-        limit: Most tasks to load, from the start; None for all.
+        limit: Maximum number of tasks to load, from the start; None for all.
         check_truth: Function that raises a ValueError for an unusable ground truth, such as a reward function's
             `check_truth`.
 
@@ -203,7 +203,7 @@ def checked(
     Args:
         actions: The tasks.
         source: Where they are from, for errors.
-        limit: Most tasks to use, from the start; None for all.
+        limit: Maximum number of tasks to use, from the start; None for all.
         check_truth: Function that checks each ground truth, as for `load_tasks`.
 
     Raises:
@@ -368,7 +368,7 @@ def _files(folder: Path, split: str | None) -> list[Path]:
         names = chosen
     kinds = sorted({_kind(file) + (".gz" if file.suffix == ".gz" else "") for file in names})
     if len(kinds) > 1:
-        raise TaskError(f"{folder} has the same tasks in several formats ({', '.join(kinds)})? Name one file or folder")
+        raise TaskError(f"{folder} has the same tasks in several formats ({', '.join(kinds)}): name one file or folder")
     splits = re.compile(f"(?:{'|'.join([*_SPLITS.values(), *([re.escape(split)] if split else [])])})", re.IGNORECASE)
     parents = sorted(
         {"/".join(part for part in name.parts[:-1] if not splits.fullmatch(part)) for name in names.values()}

@@ -364,7 +364,7 @@ class Storage:
 
         Raises:
             CheckpointError: Another process is writing to the files, or they are damaged, or belong to another
-                configuration, or are no files of an evaluation.
+                configuration, or are not files of an evaluation.
         """
         self.path = results_file(path)
         self._config_digest = run.config_digest

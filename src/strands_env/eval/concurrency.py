@@ -66,7 +66,7 @@ class Concurrency:
     """The number of episodes at a time of one evaluation.
 
     Attributes:
-        limit: Most episodes at a time, now; at least 1.
+        limit: Maximum number of episodes at a time, now; at least 1.
         most: Highest value of `limit`.
         running: Number of episodes that run now.
     """
@@ -75,7 +75,7 @@ class Concurrency:
         """Start at a limit.
 
         Args:
-            limit: Most episodes at a time.
+            limit: Maximum number of episodes at a time.
             client: Client whose servers the limit follows, up to its `max_connections`; None for a fixed limit.
         """
         self.most = limit if client is None else client.max_connections

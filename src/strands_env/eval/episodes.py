@@ -73,7 +73,7 @@ class Executor(Protocol):
         Args:
             episodes: What to run, as it would run in this process.
             prompts: All prompts of the evaluation.
-            max_concurrency: Most episodes at a time.
+            max_concurrency: Maximum number of episodes at a time.
         """
 
 

@@ -149,9 +149,9 @@ class Evaluator:
             env_factory: Function, sync or async, that returns the environment of a sample. It receives the sample's own
                 copy of the action.
             n_samples_per_prompt: Number of samples of each task.
-            max_concurrency: Most episodes at a time. With `"auto"` the number follows the load that the SGLang servers
-                report, from 10 up to the client's `max_connections`: they are kept full, without long queues. It stays
-                at 10 if they report none, or if the environment's model is not an `SGLangModel`.
+            max_concurrency: Maximum number of episodes at a time. With `"auto"` it follows the load that the SGLang
+                servers report, from 10 up to the client's `max_connections`: they are kept full, without long queues.
+                It stays at 10 if they report none, or if the environment's model is not an `SGLangModel`.
             keep_tokens: Whether to store each sample's `TokenObservation`, for models that record tokens. With an
                 `output_path`, tokens stay on disk and are read on access.
             metrics_fns: Functions that compute additional metrics from all results.
@@ -161,7 +161,7 @@ class Evaluator:
                 configuration or environment are never mixed with these; a file that contains them is refused.
             keep_trajectories: Whether to store all model calls of each finished sample, in a file per sample next to
                 the results. Needs an `output_path`.
-            success_threshold: Least reward of a success, 1.0 by default.
+            success_threshold: Minimum reward of a success, 1.0 by default.
             answer_fn: Function that returns what a sample answered, for majority votes.
             stop_after_failures: Number of consecutive dropped or errored samples after which `run` stops; None for no
                 limit.

@@ -124,7 +124,7 @@ def standard_metrics(
     Args:
         results: All samples, dropped ones included.
         n_samples_per_prompt: Intended number of samples of each prompt.
-        success_threshold: Least reward of a success.
+        success_threshold: Minimum reward of a success.
         answer_fn: Function that returns what a sample answered.
         ks: Values of k; None for those of `sample_sizes`.
 
@@ -203,7 +203,7 @@ def scores(results: Results, *, success_threshold: float) -> dict[str, list[Scor
 
     Args:
         results: All samples.
-        success_threshold: Least reward of a success.
+        success_threshold: Minimum reward of a success.
 
     Returns:
         Scores by prompt id, in the order of the samples.
@@ -339,7 +339,7 @@ def mean_over_prompts(
 
     Args:
         values: One value per prompt, shape (P,), P at least 1.
-        scale: Least and greatest possible value of a prompt; extended to values outside of it.
+        scale: Smallest and largest possible value of a prompt; extended to values outside of it.
         confidence: Intended probability that the interval contains the true value.
 
     Raises:
@@ -367,7 +367,7 @@ def mean_bounds(
 
     Args:
         values: Values, shape (..., P), P at least 1.
-        scale: Least and greatest possible value.
+        scale: Smallest and largest possible value.
         confidence: Intended probability that an interval contains the true mean.
 
     Returns:
@@ -489,7 +489,7 @@ def compare(
     Args:
         first: First evaluation, as returned by [`read_results`][strands_env.eval.read_results].
         second: Second evaluation.
-        success_threshold: Least reward of a success.
+        success_threshold: Minimum reward of a success.
 
     Raises:
         ValueError: The evaluations have no prompt with scored samples in common.
@@ -656,7 +656,7 @@ def costs(results: Results, prices: Prices, *, success_threshold: float) -> dict
     Args:
         results: All samples.
         prices: What tokens cost.
-        success_threshold: Least reward of a success.
+        success_threshold: Minimum reward of a success.
 
     Returns:
         `cost`, and as far as there are any, `cost_per_sample` and `cost_per_solved_prompt`.

@@ -58,7 +58,7 @@ async def score(
         reward_fn: The reward function.
         output_path: Results file for the scored samples, or a folder for it; another one than `source`.
         config: Configuration of the scored results; None for that of the evaluation.
-        max_concurrency: Most samples at a time.
+        max_concurrency: Maximum number of samples at a time.
         reward_timeout: Seconds for the reward function; None for no limit.
         show_progress: Whether to show a progress bar; None to show it if standard error is a terminal.
 

@@ -73,7 +73,7 @@ class AllOf(RewardFunction):
 
         Args:
             parts: Reward functions by name, in the order in which they are computed.
-            threshold: Least reward of each part.
+            threshold: Minimum reward of each part.
 
         Raises:
             ValueError: `parts` is empty.

@@ -105,7 +105,7 @@ class JudgeReward(RewardFunction):
                 `{low}`, `{high}` and `{mark}`. The mark is a tag derived from the answer's text, so that no answer can
                 close it. `{answer}` is required.
             system_prompt: System prompt of the judge.
-            max_attempts: Most calls for one answer.
+            max_attempts: Maximum number of calls for one answer.
             timeout: Seconds for one attempt.
             retry_delay: Seconds before the second attempt. The delay doubles for each further attempt, up to 30
                 seconds, and is shortened at random by up to half.

@@ -75,7 +75,7 @@ class MathReward(RewardFunction):
                 equals every number that rounds to it.
             limits: Limits for one answer; None for the defaults of
                 [`WorkerLimits`][strands_env.rewards.WorkerLimits].
-            n_workers: Most worker processes; None for one per CPU, at most 8.
+            n_workers: Maximum number of worker processes; None for one per CPU, at most 8.
 
         Raises:
             ImportError: math-verify is not installed.

@@ -88,7 +88,7 @@ class WorkerPool:
         Args:
             job: Name of a module in `jobs`.
             limits: Limits of a request.
-            n_workers: Most workers at a time.
+            n_workers: Maximum number of workers at a time.
         """
         self.job = job
         self.limits = limits
@@ -219,7 +219,7 @@ def shared_pool(job: str, limits: WorkerLimits, n_workers: int | None = None) ->
     Args:
         job: Name of a module in `jobs`.
         limits: Limits of a request.
-        n_workers: Most workers; None for one per CPU available to this process, at most 8.
+        n_workers: Maximum number of workers; None for one per CPU available to this process, at most 8.
     """
     return _pool(job, limits, n_workers or min(8, len(os.sched_getaffinity(0))), os.getpid())
 

@@ -410,7 +410,7 @@ def _interpreter(python: str) -> tuple[str, ...]:
         return executable, *paths
     except (ValueError, IndexError):
         output = (asked.stderr or asked.stdout)[-200:].decode(errors="replace").strip()
-        raise OSError(f"{python} does not run as a Python (exit code {asked.returncode}): {output}") from None
+        raise OSError(f"{python} is not a working Python (exit code {asked.returncode}): {output}") from None
 
 
 @contextlib.contextmanager

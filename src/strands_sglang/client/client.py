@@ -109,7 +109,7 @@ class SGLangClient:
 
         Args:
             base_url: Root address of the server, such as `http://localhost:30000`, or a list of several. Credentials
-                in an address are sent to its server, and told nowhere.
+                in an address are sent to its server, and appear in no log or message.
             max_connections: Maximum number of concurrent generations per event loop. Further ones wait for a slot.
             timeout: Seconds for one attempt, from sending it to the last byte of the response; None for no limit. The
                 time spent waiting for a slot does not count. A peer that vanished is noticed after two minutes anyway.

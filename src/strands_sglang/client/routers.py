@@ -45,7 +45,7 @@ class Workers:
         """Ask a router for its workers; concurrent callers share the response.
 
         Returns:
-            Their addresses; empty if the server is no router, or does not answer.
+            Their addresses; empty if the server is not a router, or does not answer.
         """
         return await self._session.shared(("workers", base_url), lambda: self._ask(base_url))
 

@@ -127,7 +127,7 @@ class TurnRecord:
         failure: The error that failed or cut it.
         agent: Id of the agent that asked.
         cycle: Event-loop cycle that asked.
-        is_auxiliary: Whether it is no part of the rollout: a summary, a judge.
+        is_auxiliary: Whether it is not part of the rollout: a summary, a judge.
         is_constrained: Whether a grammar constrained it.
         is_resumed: Whether its answer was sampled in several parts, because the server aborted it.
         waits_to_go_on: Whether it was cut, and the next call that asks the same continues it.

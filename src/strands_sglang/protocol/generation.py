@@ -496,7 +496,7 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
         parts: Responses in order, at least one; aborted ones may be empty.
 
     Raises:
-        ValueError: There is no part.
+        ValueError: `parts` is empty.
         SGLangDecodingError: The routed experts of the parts do not fit the joined response.
     """
     if not parts:

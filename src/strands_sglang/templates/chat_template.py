@@ -661,7 +661,7 @@ class Shapes:
         key = (names, tuple(fields), digest, has_system, after_tool_step)
         try:
             shape = self._known[key]
-        except TypeError:  # a field of a message is no text
+        except TypeError:  # a field of a message is not text
             return whole()
         except KeyError:
             after = whole()

@@ -116,7 +116,7 @@ def json_characters(least: int, most: int | None, escapes: str) -> Element:
 
     Args:
         least: Fewest characters.
-        most: Most characters; None for no limit.
+        most: Maximum number of characters; None for no limit.
         escapes: Character class of what may follow a backslash.
     """
     first = matching(f"{_PLAIN}{{{least}}}" if least else "")

@@ -61,7 +61,7 @@ def check_config(config: Any) -> None:
 
 
 def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
-    """Make a function that runs an episode into a workflow that runs a group of them.
+    """Turn a function that runs one episode into a workflow that runs a group of episodes.
 
     AReaL imports the decorated function by its module and name, in its workers: `workflow="my_module.calculator"`.
 
@@ -72,8 +72,8 @@ def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
 
     Returns:
         A decorator that returns an instance of AReaL's `RolloutWorkflow`. Episodes that cannot be trained are logged
-            and left out; AReaL's metrics count them as `episodes_left_out`. A group without any other, or without
-            variance, is rejected, as AReaL calls it.
+            and left out; AReaL's metrics count them as `episodes_left_out`. If no episode is left, or their rewards are
+            equal, the group is *rejected*, in AReaL's words.
     """
 
     def decorate(run_episode: RunEpisode) -> Any:

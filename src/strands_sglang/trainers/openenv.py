@@ -119,7 +119,7 @@ def from_trace(
 
     Raises:
         ValueError: A turn's columns do not fit each other, a token is trained that was not sampled, the metadata names
-            a parent that is no prefix, or a value has another type. The message names the turn.
+            a parent that is not a prefix, or a value has another type. The message names the turn.
     """
     content = trace if isinstance(trace, Mapping) else trace.model_dump()
     if content.get("schema_version", 1) != 1 or not isinstance(content.get("turns"), Sequence):

@@ -98,7 +98,7 @@ class RecordedCall:
             raise ValueError(f"{self.name}: a token id is below 0")
         if not isinstance(self.finish_type, str) or not isinstance(self.agent, str | None):
             raise ValueError(
-                f"{self.name}: the finish reason {self.finish_type!r} or the agent {self.agent!r} is no text"
+                f"{self.name}: the finish reason {self.finish_type!r} and the agent {self.agent!r} must be strings"
             )
         lengths = (len(self.output_ids), len(self.mask), len(self.logprobs))
         if len(set(lengths)) > 1:

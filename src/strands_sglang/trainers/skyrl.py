@@ -27,7 +27,7 @@ def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None, ma
     """Return a SkyRL generator.
 
     Args:
-        run_episode: Runs one episode. Its `group` and `id` do not matter. An exception of it ends the step.
+        run_episode: Runs one episode. Its `group` and `id` do not matter. An exception that it raises ends the step.
         max_tokens: Maximum length of a row in tokens; longer episodes are left out.
         max_staleness: Largest difference between the newest version of the weights in a batch and that of any token;
             episodes with older tokens are left out.

@@ -175,7 +175,7 @@ class AsyncGRPORollouts:
     """Rollout worker and weight transfer of TRL's `AsyncGRPOTrainer`.
 
     Pass the same object as `rollout_worker=` and `weight_transfer=`. Episodes run in a thread of their own while the
-    trainer trains. A row carries the lowest version of its episode: an episode is too old as a whole, or not at all.
+    trainer trains. A row carries the lowest version of its episode, so a stale episode is dropped as a whole.
 
     The trainer's loss is the token mean of a micro-batch. It is exact if one micro-batch holds the whole step.
 
@@ -203,7 +203,7 @@ class AsyncGRPORollouts:
         """Set up. Episodes start when the trainer calls `start`.
 
         Args:
-            run_episode: Runs one episode of a prompt. An exception of it ends training.
+            run_episode: Runs one episode of a prompt. An exception that it raises ends training.
             prompts: The prompts, in order; endless or as many as training needs.
             weights: Where the servers get the trainer's weights from.
             group_size: Episodes per prompt.
@@ -265,7 +265,7 @@ class AsyncGRPORollouts:
         """With `rows_per_step`, let episodes of the next step start before the push, which then interrupts them.
 
         Args:
-            groups: Most prompts that start before the push; None for as many as the step needs.
+            groups: Maximum number of prompts that start before the push; None for as many as the step needs.
         """
         early = self._rows_per_step if groups is None else groups * self._group_size
         self._taken_in_step = max(0, (self._rows_per_step or 0) - (early or 0))
@@ -445,7 +445,7 @@ class GRPORollouts:
         """Set up.
 
         Args:
-            run_episode: Runs one episode of a prompt. An exception of it ends training.
+            run_episode: Runs one episode of a prompt. An exception that it raises ends training.
             group_size: Episodes per prompt. The trainer's `num_generations` must be larger than their rows together.
             normalizer: The loss, see [`TrainingRows.weights`][strands_sglang.credit.TrainingRows.weights].
             constant: The divisor of the normalizer `"constant"`.
@@ -528,7 +528,9 @@ class GRPORollouts:
 
     def _check(self, arguments: Any, processes: int) -> None:
         if processes > 1:
-            raise ValueError(f"{processes} processes would each weigh their own rows: use one, or AsyncGRPOTrainer")
+            raise ValueError(
+                f"{processes} processes would each weight only their own rows: use one process, or AsyncGRPOTrainer"
+            )
         wanted = {"scale_rewards": "none", "num_iterations": 1}
         for name, value in wanted.items():
             if getattr(arguments, name) != value:
@@ -541,11 +543,11 @@ class GRPORollouts:
             raise ValueError("set mask_truncated_completions=False: what is trained is decided by the rows' masks")
         if arguments.beta and (self._normalizer, arguments.loss_type) != ("token_mean", "dapo"):
             raise ValueError(
-                "beta weighs every token alike, but this loss weighs rows: set beta=0.0, or loss_type='dapo' with "
+                "beta weights all tokens equally, but this loss weights rows: set beta=0.0, or loss_type='dapo' with "
                 "normalizer='token_mean'"
             )
         if arguments.loss_type == "bnpo" and arguments.gradient_accumulation_steps > 1:
-            raise ValueError("loss_type='bnpo' weighs a token by its micro-batch; use 'dapo', or one micro-batch")
+            raise ValueError("loss_type='bnpo' weights a token by its micro-batch; use 'dapo', or one micro-batch")
 
     async def _run_groups(self, prompts: Sequence[Any]) -> list[TrainingRows]:
         groups = await asyncio.gather(

@@ -213,7 +213,7 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
         name, ids, mask = f"node {number}", node.get("token_ids") or [], node.get("mask") or []
         parent = node.get("parent")
         if parent is not None and not 0 <= parent < number:
-            raise ValueError(f"{name}: its parent {parent} is no earlier node")
+            raise ValueError(f"{name}: its parent {parent} is not an earlier node")
         before = _Place() if parent is None else places[parent]
         if len(mask) != len(ids):
             raise ValueError(f"{name}: {len(ids)} tokens with {len(mask)} masks")

@@ -126,7 +126,7 @@ class _Siblings:
 
 
 def agent_loop(name: str, *, max_staleness: int | None = None, **model_config: Any) -> Callable[[RunEpisode], type]:
-    """Make a function into an agent loop that verl finds by its name.
+    """Turn a function into an agent loop that verl finds by name.
 
     verl imports the decorated function by its module and name, in its workers.
 

@@ -237,9 +237,9 @@ class Episodes:
             if name is None and not self._warned and (self._running or self._was_inside()):
                 self._warned = True
                 logger.warning(
-                    "episodes=<%d> | a call came from outside of the running episodes, or after its own had ended, and "
-                    "is recorded in none of them; run threads with their context, by asyncio.to_thread or "
-                    "contextvars.copy_context().run",
+                    "episodes=<%d> | a call came from outside the running episodes, or after its own had ended, so it "
+                    "is recorded in none of them; start threads with asyncio.to_thread or "
+                    "contextvars.copy_context().run, which keep the context",
                     len(self._running),
                 )
             agent = None

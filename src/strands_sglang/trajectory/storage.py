@@ -196,7 +196,7 @@ def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any],
     except SafetensorError as error:
         raise TrajectoryFileError(f"{name}: not a safetensors file, or truncated: {error}") from error
     except KeyError as error:  # bfloat16, which NumPy does not have
-        raise TrajectoryFileError(f"{name}: holds tensors of type {error}, which no trajectory has") from error
+        raise TrajectoryFileError(f"{name}: not a trajectory: it has tensors of type {error}") from error
     # A safetensors file begins with the length of its header, 8 bytes little-endian, and the header in JSON.
     metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
     if metadata.get("format") != FORMAT or metadata.get("version") not in _READABLE:

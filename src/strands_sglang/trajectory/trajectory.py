@@ -461,7 +461,7 @@ class Trajectory:
                 self._warned_of_rewriting = True
                 logger.warning(
                     "call=<%d>, note=<%s> | a hook, a cancel or a guardrail replaced a sampled answer in the agent's "
-                    "history: it is discarded and not trained, like others of its kind; see trajectory.explain()",
+                    "history: it is discarded and not trained; logged once, see trajectory.explain() for others",
                     turn.index,
                     turn.note,
                 )

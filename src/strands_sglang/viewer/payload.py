@@ -63,7 +63,7 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
         entry["found"] = found[number]
     notes = []
     if not any(group.vocabulary for group in groups) and entries:
-        notes.append("The files do not tell the text of their tokens, so ids are shown: view them with --tokenizer.")
+        notes.append("The files do not contain the text of their tokens, so ids are shown. Use --tokenizer for text.")
     if page.left_out:
         notes.append(f"{page.left_out} images are too large for the page and are only named.")
     return {
@@ -408,7 +408,7 @@ def _why_untrained(episode: Episode, turn: TurnRecord, is_shown: bool) -> str:
     if turn.is_constrained:
         return "a grammar constrained it, so it is off-policy"
     if turn.is_auxiliary:
-        return "an auxiliary call is no part of the rollout"
+        return "an auxiliary call is not part of the rollout"
     if episode.left_out:
         return f"the episode is left out: {episode.left_out}"
     return "its loss mask is 0" if is_shown else "no exported sequence holds it"

@@ -177,7 +177,7 @@ def test_a_faulty_record_is_refused(episodes):
         ({"mask": [True] * 30}, "node 0: token 0 is trained, but the model did not sample it"),
         ({"mask": [False]}, "node 0: 30 tokens with 1 masks"),
         ({"sampled": True, "mask": [True] * 30}, "node 0: 30 trained tokens with 0 logprobs"),
-        ({"parent": 3}, "node 0: its parent 3 is no earlier node"),
+        ({"parent": 3}, "node 0: its parent 3 is not an earlier node"),
         ({"token_ids": 7}, "is malformed"),
     ):
         with pytest.raises(ValueError, match=message):

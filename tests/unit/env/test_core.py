@@ -2000,7 +2000,7 @@ def test_task_of_a_sample_has_its_label_and_metadata():
 def test_episode_function_excludes_agent_settings():
     from strands_sglang.trainers.slime import make_generate
 
-    with pytest.raises(ValueError, match="runs everything by itself"):
+    with pytest.raises(ValueError, match="episode= runs the whole episode"):
         make_generate(episode=lambda model, sample: None, max_turns=3)
 
 

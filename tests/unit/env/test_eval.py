@@ -810,7 +810,7 @@ ERRORS = {
     "the agent's code": step_result(None, reason=TerminationReason.AGENT_ERROR, error="KeyError: 'x'"),
     "the reward function": step_result(None, error="reward function: ValueError: no"),
     "no answer in time": StepResult(observation=Observation(), termination_reason=TerminationReason.TIMEOUT),
-    "a reward that is no number": step_result(float("nan")),
+    "a reward that is not a number": step_result(float("nan")),
     "raised": RuntimeError("the environment itself"),
     "raised for its time": asyncio.TimeoutError("too long"),
     "asked to exit": SystemExit(3),

@@ -1449,7 +1449,7 @@ async def test_the_model_itself_never_redacts(judged):
     assert not any("redactContent" in chunk for chunk in chunks)
 
 
-# === a memory manager: what it remembers is put in front of one call, and what it extracts is no part of a rollout ===
+# === a memory manager: what it remembers is put in front of one call, and what it extracts is not in a rollout ===
 
 
 class Store:

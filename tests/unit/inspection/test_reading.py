@@ -139,7 +139,7 @@ def test_a_dump_that_would_run_code_is_refused(tmp_path, capsys):
     torch = pytest.importorskip("torch")
     torch.save({"samples": [Hostile()]}, tmp_path / "0.pt")
 
-    with pytest.raises(UnreadableError, match=r"0\.pt: no rollout dump of slime"):
+    with pytest.raises(UnreadableError, match=r"0\.pt: not a slime rollout dump"):
         read([tmp_path / "0.pt"])
     assert not capsys.readouterr().out
 
@@ -155,7 +155,7 @@ def test_what_holds_no_episode_is_named(tmp_path):
     for name, why in {
         "empty": "it is empty",
         "notes.txt": "not one of",
-        "other.json": "no TrainingTrace of OpenEnv",
+        "other.json": "neither an OpenEnv TrainingTrace",
         "cut.jsonl": "line 1: not JSON, or truncated",
         "newer.safetensors": "version '99'",
         "missing.pt": "no such file",

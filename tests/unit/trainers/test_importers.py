@@ -125,7 +125,12 @@ def test_an_odd_value_is_refused_or_harmless(kind, tmp_path_factory, data):
         ("openenv", ("turns", 0, "metadata", "episode"), "e", "turn 0: the metadata of the episode is 'e'"),
         ("openenv", ("turns", 0, "metadata", "episode", "reward"), "1", "the reward of the episode is '1', not a num"),
         ("openenv", ("turns", 0, "metadata", "reward"), [1], r"turn 0: its reward is \[1\], not a number"),
-        ("openenv", ("turns", 0, "metadata", "agent"), ["a"], r"turn 0: the finish reason 'stop' or the agent \['a'\]"),
+        (
+            "openenv",
+            ("turns", 0, "metadata", "agent"),
+            ["a"],
+            r"turn 0: the finish reason 'stop' and the agent \['a'\] must be strings",
+        ),
         ("openenv", ("turns", 0, "prompt_token_ids"), [], "turn 0: 4 masks for 0 prompt and 2 sampled tokens"),
         (
             "verifiers",

@@ -64,7 +64,7 @@ def grpo_trainer(processes=1):
 
 
 def test_several_processes_are_refused():
-    with pytest.raises(ValueError, match="2 processes would each weigh their own rows"):
+    with pytest.raises(ValueError, match="2 processes would each weight only their own rows"):
         GRPORollouts(None, group_size=2)([], grpo_trainer(processes=2))
 
 

@@ -124,7 +124,7 @@ def is_proportional(truth: tuple[str, str], answer: tuple[str, str], is_directed
 
 
 def number(latex: str) -> Fraction | None:
-    """Evaluate a formula without variables to 50 digits; None if it is no real number or has thousands of digits."""
+    """Evaluate a formula without variables to 50 digits; None if it is not a real number or has thousands of digits."""
     value = formula(latex)
     value = sympy.N(value, _DIGITS) if not value.free_symbols else value
     if not (value.is_number and value.is_real and value.is_finite) or abs(value) > sympy.Float("1e2000"):

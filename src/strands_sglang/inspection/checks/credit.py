@@ -345,7 +345,7 @@ def check_batch(groups: Sequence[Group]) -> Iterator[Facts]:
         yield from _prompts(group)
         yield from _left_out(group)
     for name in groups[0].facts["strays"]:
-        why = f"trajectories/{name}.safetensors is of no episode of the batch, and nothing says why"
+        why = f"trajectories/{name}.safetensors belongs to no episode of the batch"
         yield {"kind": "left-out", "why": why, "group": None}
     for name in description["left_out"] if description.get("episodes") else ():
         if name not in description["episodes"]:
@@ -427,7 +427,7 @@ def _left_out(group: Group) -> Iterator[Facts]:
         if reason.startswith("the outcome "):
             holds[reason] = _has_no_reward(episode)
         if not holds.get(reason, True) and not episode.facts.get("has_no_trajectory"):
-            yield {"kind": "left-out", "why": f"it is left out ({reason}), which is not so", "episode": episode.id}
+            yield {"kind": "left-out", "why": f"it is left out for a wrong reason ({reason})", "episode": episode.id}
 
 
 def _weights(rows: Sequence[tuple[Group, Episode, int, SequenceRecord]]) -> Iterator[Facts]:

@@ -116,7 +116,7 @@ def _tokens(episode: Episode, tokens: Mapping[str, Any]) -> Iterator[Facts]:
     paths = [SequenceRecord(steps, np.zeros(len(ids), np.uint8)) for steps in leaves]
     if not paths:
         if episode.turns:
-            yield {"kind": "ids", "why": "the tokens of its record are no sequence of its trajectory"}
+            yield {"kind": "ids", "why": "the tokens of its record do not form a sequence of its trajectory"}
         return
     path = min(paths, key=lambda one: int((episode.column(one, "ids") != ids).sum()))
     writers, known = episode.column(path, "writers"), episode.column(path, "logprobs")

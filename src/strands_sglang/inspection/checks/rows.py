@@ -63,7 +63,7 @@ def _ends(episode: Episode, sequence: SequenceRecord) -> Iterator[Facts]:
 
 
 def _derived(episode: Episode, sequence: SequenceRecord) -> SequenceRecord | None:
-    """Return what the turns give for a row; None if its tokens are no path through them."""
+    """Return what the turns give for a row; None if its tokens do not form a path through them."""
     own = next((one for one in episode.facts.get("derived", ()) if list(one.steps) == list(sequence.steps)), None)
     if own is not None or not sequence.steps:
         return own
@@ -115,7 +115,7 @@ def _other_tokens(group: Group, episode: Episode, sequence: SequenceRecord) -> I
             yield {"kind": _where(derived, first, max(first, last)), "why": "its text was tokenized again", **at}
             return
     spans = [span[0] for span in sequence.row.get("spans") or ()]
-    yield {"kind": "structure", "why": f"its turns {spans} are no sequence of the trajectory"}
+    yield {"kind": "structure", "why": f"its turns {spans} do not form a sequence of the trajectory"}
 
 
 def _mask(episode: Episode, sequence: SequenceRecord, derived: SequenceRecord) -> Iterator[Facts]:
@@ -227,7 +227,7 @@ def _trainer(episode: Episode, sequence: SequenceRecord, derived: SequenceRecord
     for positions, why in (
         (
             np.flatnonzero((sequence.mask > 0) & (~np.isfinite(own) | (own > 1e-3))),
-            "the trainer's own logprob {:g} is no logarithm of a probability",
+            "the trainer's own logprob {:g} is not the logarithm of a probability",
         ),
         (
             np.flatnonzero((sequence.mask == 0) & (derived.mask == 0) & (own != 0.0)),
@@ -283,7 +283,7 @@ def _trained_once(episode: Episode) -> Iterator[Facts]:
         if derived.mask.any() and derived.steps[-1].turn not in matched:
             turn = episode.turns[derived.steps[-1].turn].number
             if rows or not episode.facts.get("in_batch"):
-                why = f"sequence {number} of its trajectory trains {int(derived.mask.sum())} tokens and is no row"
+                why = f"sequence {number} of its trajectory trains {int(derived.mask.sum())} tokens, but is not a row"
                 yield {"kind": "not-trained", "why": why, "turn": turn}
     if not rows and episode.facts.get("in_batch"):
         yield {"kind": "left-out", "why": "it has no row, and nothing says why it is left out"}

@@ -95,7 +95,7 @@ def _logprobs(turn: TurnRecord, trained: Any, has_logprobs: bool) -> Iterator[Fa
         return
     bad = np.flatnonzero((values > 1e-3) | np.isposinf(values) | (trained & ~np.isfinite(values)))
     if len(bad):
-        why = f"the logprob {values[bad[0]]:g} is no logarithm of a probability"
+        why = f"the logprob {values[bad[0]]:g} is not the logarithm of a probability"
         yield {"kind": "logprobs", "why": why, "token": int(bad[0]), "count": 1}
     known = values[trained]
     # Near temperature 0 every sampled token has probability 1.

@@ -89,7 +89,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                     record
                 )
                 if missing:
-                    raise ValueError(f"no record of a sample: {', '.join(sorted(missing))} is missing")
+                    raise ValueError(f"not a record of a sample: {', '.join(sorted(missing))} is missing")
             except (ValueError, TypeError) as error:
                 if not line.endswith(b"\n"):  # a killed process left it, or it is being written
                     return

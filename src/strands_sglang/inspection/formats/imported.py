@@ -80,7 +80,7 @@ def _imported(value: Any) -> tuple[str, list[Imported]]:
         from ...trainers.verifiers import from_record
 
         return "verifiers", from_record(value)
-    raise ImportedFileError("no TrainingTrace of OpenEnv, and no episode or trace of verifiers")
+    raise ImportedFileError("neither an OpenEnv TrainingTrace nor a verifiers episode or trace")
 
 
 def _untrained(trace: Any) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from .steps import turns_of_row
 
 
 class DumpFileError(ValueError):
-    """A file is no rollout dump of slime, or cannot be read without running code that is in it."""
+    """A file is not a slime rollout dump, or cannot be read without running code that is in it."""
 
 
 def read_dump(path: Path) -> list[Group]:
@@ -21,7 +21,7 @@ def read_dump(path: Path) -> list[Group]:
 
     Raises:
         OSError: The file cannot be read.
-        DumpFileError: It is no rollout dump.
+        DumpFileError: It is not a rollout dump.
     """
     try:
         import torch
@@ -45,7 +45,7 @@ def read_dump(path: Path) -> list[Group]:
         raise
     except Exception as error:  # a pickle of anything
         what = str(error).strip().splitlines() or [""]
-        raise DumpFileError(f"{path}: no rollout dump of slime: {type(error).__name__}: {what[0][:200]}") from error
+        raise DumpFileError(f"{path}: not a slime rollout dump: {type(error).__name__}: {what[0][:200]}") from error
     for group in groups.values():
         group.facts["rollout_id"] = content.get("rollout_id")
         group.facts["has_versions"] = any(sample.get("weight_versions") for sample in samples)

@@ -23,7 +23,7 @@ def read_step(folder: Path) -> list[Group]:
 
     Raises:
         OSError: A file cannot be read.
-        RowsFileError: The rows are no rows, or damaged.
+        RowsFileError: The file of rows is not one, or damaged.
         TrajectoryFileError: A trajectory is damaged.
     """
     tensors, description = read_rows(folder / ROWS)
@@ -38,7 +38,7 @@ def read_rows(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Raises:
         OSError: The file cannot be read.
-        RowsFileError: They are no rows, or damaged.
+        RowsFileError: The file is not one of rows, or damaged.
     """
     from safetensors import SafetensorError, safe_open
 

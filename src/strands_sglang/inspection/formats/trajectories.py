@@ -20,7 +20,7 @@ def read_trajectory_file(path: Path) -> Group:
 
     Raises:
         OSError: The file cannot be read.
-        TrajectoryFileError: It is no trajectory, or damaged.
+        TrajectoryFileError: It is not a trajectory, or damaged.
     """
     trajectory = load_trajectory(path)
     episode = episode_of(trajectory, path.stem, file=str(path))
@@ -32,7 +32,7 @@ def load_trajectory(path: Path) -> Trajectory:
 
     Raises:
         OSError: The file cannot be read.
-        TrajectoryFileError: It is no trajectory, or damaged.
+        TrajectoryFileError: It is not a trajectory, or damaged.
     """
     try:
         return Trajectory.load(path)

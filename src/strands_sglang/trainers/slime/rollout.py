@@ -91,7 +91,7 @@ class Settings:
             raise ValueError("agent_factory makes the whole agent: set the tools and the system prompt there")
         if self.episode is not None and any(getattr(self, name) not in (None, "", ()) for name in _AGENT_OPTIONS):
             raise ValueError(
-                "episode runs everything by itself: set the agent, its limits, its prompt and its reward there"
+                "episode= runs the whole episode: set the agent, its limits, its prompt and its reward there"
             )
         config = self.model_config or {}
         check_keys(config, SGLangModel.SGLangConfig.__annotations__)
@@ -173,9 +173,10 @@ def make_generate(
         timeout: Seconds for an episode, including the earlier parts of a partial rollout; None for no limit.
         reward: Function `reward(agent, sample)`, sync or async, that returns the reward while the agent still exists,
             or None to leave it to slime's reward function. It is not called for outcomes without a reward.
-        fan_out: Whether to return all sequences of an episode, always as a list. Where slime normalizes rewards by
-            group, this needs `grpo_rewards_by_group` as `--custom-reward-post-process-path`. It does not work with
-            `--partial-rollout`, `--group-rm` or `--log-passrate`.
+        fan_out: Whether to return all sequences of an episode, always as a list; evaluations return one sample. Where
+            slime normalizes rewards by group, this needs `grpo_rewards_by_group` as
+            `--custom-reward-post-process-path`. It does not work with `--partial-rollout`, `--group-rm` or
+            `--log-passrate`.
         requeue_aborted: Whether samples that the server aborted run again although slime did not request the abort.
             None enables this for slime's fully asynchronous rollout, which reruns single samples but not lists.
         tool_parser: Tool parser, as for [`SGLangModel`][strands_sglang.SGLangModel].

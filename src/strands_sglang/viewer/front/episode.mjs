@@ -1,4 +1,4 @@
-// One episode: its turns, the tokens of a sequence, the conversation beside them, and one token's biography.
+// One episode: its turns, the tokens of a sequence, the conversation next to them, and one token's biography.
 
 import { biography, facts, fate } from "./biography.mjs";
 import { PROPERTIES, available, legend } from "./colors.mjs";

@@ -25,7 +25,7 @@ export function filtered(tasks, text, state) {
   });
 }
 
-/** A picture, parsed as a document of its own: markup in it is no part of the page's scripts or styles. */
+/** A picture, parsed as a document of its own: markup in it is not part of the page's scripts or styles. */
 function picture({ title, says, svg }) {
   const root = document.importNode(new DOMParser().parseFromString(svg, "image/svg+xml").documentElement, true);
   root.setAttribute("role", "img");

@@ -23,7 +23,7 @@ export function marks(turn) {
   if (turn.resumed) words.push("resumed");
   if (turn.constrained) words.push("constrained");
   if (turn.clamped) words.push("clamped");
-  if (turn.waits) words.push("waits to go on");
+  if (turn.waits) words.push("waits to resume");
   return words;
 }
 

@@ -27,7 +27,7 @@ export class VirtualList {
     this.redraw();
   }
 
-  /** Draw the rows anew. */
+  /** Draw the rows again. */
   redraw() {
     for (const row of this.rows.values()) row.remove();
     this.rows.clear();

@@ -270,7 +270,7 @@ async def test_silent_server_does_not_hang_the_step(factory):
     environment = MCPEnvironment(factory("x"), clients=lambda: mcp_client("silent"), answer_timeout=0.5)
     result = await environment.step(task("x"))
     assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
-    assert "does not list its tools: it was silent for 0.5 seconds" in (result.error or "") and servers() == []
+    assert "does not list its tools: it did not answer within 0.5 seconds" in (result.error or "") and servers() == []
 
 
 async def test_long_result_is_truncated_with_a_note(factory):
