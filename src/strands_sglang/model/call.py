@@ -15,7 +15,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -57,7 +57,7 @@ from ..protocol.generation import (
     stop_strings,
 )
 from ..telemetry import report_turn
-from ..templates.chat_template import ChatTemplate, Prompt, SampledTurn, UnprovenContinuationError
+from ..templates.chat_template import ChatTemplate, Prompt, Reasoning, SampledTurn, UnprovenContinuationError
 from ..templates.image_tokens import ImageProcessor, check_prompt, require_image_understanding
 from ..tool_choice import GRAMMAR_PARAMETERS, UNCONSTRAINED, force_call
 from ..tool_parsers import ParsedTurn, ToolParser, ToolParseResult
@@ -581,10 +581,12 @@ class ModelCall:
                 raise UnprovenContinuationError("the chat template numbers the images of a conversation")
             # If the answer is not among the counted messages, only what they add is known.
             if self.config.history_policy == "template" and (known or not ahead):
-                reasoning = self._holds_reasoning(turn, before)
+                held = self._reasoning_in(turn, before)
                 for role, tool_result in (("user", False), ("tool", True)):
                     follows = any(message["role"] == role for message in new)
-                    if follows and self.template.rewrites_history(tool_result=tool_result, reasoning=reasoning):
+                    if follows and any(
+                        self.template.rewrites_history(tool_result=tool_result, reasoning=kind) for kind in held
+                    ):
                         raise UnprovenContinuationError(
                             f"the chat template rewrites earlier turns after a {role} message"
                         )
@@ -604,16 +606,25 @@ class ModelCall:
         key = (turn, self.template, values, tools, has_system, had_tool_results)
         return self._counted_or(None if values is None else key, render, ahead)
 
-    def _holds_reasoning(self, turn: Turn, before: Messages) -> bool:
-        """Whether the sequence up to a turn holds reasoning: sampled, or shown in a prompt, as of a restored history.
+    def _reasoning_in(self, turn: Turn, before: Messages) -> set[Reasoning]:
+        """Return what the sequence up to a turn holds: sampled, or shown in a prompt, as of a restored history.
 
         Args:
             turn: The turn.
             before: The conversation with its answer.
         """
         path = turn.path()
-        if any(earlier.has_reasoning for earlier in path):
-            return True
+        held: set[Reasoning] = {
+            "empty" if earlier.answered and all(part.kind != "reasoning" for part in earlier.answered) else "text"
+            for earlier in path
+            if earlier.has_reasoning
+        }
+        if "text" not in held and self._shows_reasoning(path, before):
+            held.add("text")
+        return held or {"none"}
+
+    def _shows_reasoning(self, path: Sequence[Turn], before: Messages) -> bool:
+        """Whether a prompt of the path shows reasoning of the conversation."""
         blocks = (block.get("reasoningContent") or {} for message in before for block in message["content"])
         thoughts = [encodable((block.get("reasoningText") or {}).get("text", "")).strip() for block in blocks]
         if not any(thoughts):

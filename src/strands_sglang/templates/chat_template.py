@@ -128,6 +128,10 @@ class SampledTurn:
     ends_in_reasoning: bool = False
 
 
+Reasoning = Literal["none", "empty", "text"]
+"""What sampled turns hold of reasoning; "empty" is only its marks, with white space in between."""
+
+
 class ChatTemplate:
     """A tokenizer's chat template, as the source of prompt tokens. Safe to share between threads.
 
@@ -192,7 +196,7 @@ class ChatTemplate:
         self.identity = {"chat template": self._template, "template arguments": prefix_arguments(self)}
         if escape_control_tokens:
             self.identity["control tokens"] = "escaped"
-        self._rewrites: dict[tuple[bool, bool], bool] = {}
+        self._rewrites: dict[tuple[bool, Reasoning], bool] = {}
         self._proofs: dict[tuple[str, bool, bool], Proof] = {}
         self._shapes = Shapes(self)
         self._openings: dict[Any, Prompt] = {}
@@ -221,12 +225,12 @@ class ChatTemplate:
             self._proofs[key] = prove(self, case, has_system=has_system, has_tools=has_tools)
         return self._proofs[key]
 
-    def rewrites_history(self, *, tool_result: bool = False, reasoning: bool = True) -> bool:
+    def rewrites_history(self, *, tool_result: bool = False, reasoning: Reasoning = "text") -> bool:
         """Whether the template renders earlier turns differently once something follows them.
 
         Args:
             tool_result: Whether a tool result follows, rather than a user message.
-            reasoning: Whether the turns hold reasoning.
+            reasoning: What the turns hold.
         """
         key = (tool_result, reasoning)
         if key not in self._rewrites:
@@ -901,7 +905,7 @@ def probe_result(call: Mapping[str, str]) -> ChatMessage:
 # --- how it treats parts of a conversation ---
 
 
-def rewrites_history(template: ChatTemplate, *, tool_result: bool, reasoning: bool) -> bool:
+def rewrites_history(template: ChatTemplate, *, tool_result: bool, reasoning: Reasoning) -> bool:
     """Whether the template renders a sampled turn differently once something follows it.
 
     Templates of reasoning models then strip reasoning, and an empty reasoning block of the generation prompt may
@@ -910,14 +914,14 @@ def rewrites_history(template: ChatTemplate, *, tool_result: bool, reasoning: bo
     Args:
         template: The template.
         tool_result: Whether a tool result follows, rather than a user message.
-        reasoning: Whether the turn holds reasoning.
+        reasoning: What the turn holds.
     """
     thought, answer = template.sentinel(), template.sentinel()
     question: ChatMessage = {"role": "user", "content": "u"}
     call = {"id": "call00000", "name": "look"}
     turn = assistant_turn([call] if tool_result else [], answer)
-    if reasoning:
-        turn["reasoning_content"] = thought
+    if reasoning != "none":
+        turn["reasoning_content"] = thought if reasoning == "text" else ""
     following = probe_result(call) if tool_result else {"role": "user", "content": "v"}
     tools = [PROBE_TOOL] if tool_result else None
     try:
@@ -926,11 +930,13 @@ def rewrites_history(template: ChatTemplate, *, tool_result: bool, reasoning: bo
         whole = template.render([question, turn, following], tools, add_generation_prompt=True)
     except ChatTemplateError:
         return True  # unknown: the template's own form is its full render
-    if not whole.startswith(opening) or (reasoning and thought not in whole):
+    if not whole.startswith(opening) or (reasoning == "text" and thought not in whole):
         return True
     # The text before the answer may be there only while the turn is the last one.
-    before = whole.partition(answer)[0]
-    return before not in (opening, as_last.partition(answer)[0]) and not tool_result
+    before, before_last = whole.partition(answer)[0], as_last.partition(answer)[0]
+    if reasoning == "empty":
+        return before == opening or before != before_last
+    return before not in (opening, before_last) and not tool_result
 
 
 def prefix_arguments(template: ChatTemplate) -> str:

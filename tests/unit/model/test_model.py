@@ -590,6 +590,18 @@ async def test_template_policy_strips_empty_reasoning(rollout, answer):
     assert "rewrites earlier turns after a user message" in model.trajectory.turns[1].reason
 
 
+async def test_template_policy_strips_empty_reasoning_before_a_tool_result(rollout):
+    empty, full = "<think>\n\n</think>\n\n", REASONING
+    server, model = rollout([empty + call(expression="2 * 3"), "6", full + call(expression="2 * 4"), "8"])
+    model.update_config(history_policy="template")
+    agent = make_agent(model, make_tools()[0])
+    await agent.invoke_async("a")
+    assert "think>" not in server.requests[1].text
+    await agent.invoke_async("b")
+    assert "Hidden thought" in server.requests[3].text
+    assert model.trajectory.turns[3].parent is model.trajectory.turns[2]
+
+
 async def test_template_policy_keeps_a_quoted_mark(rollout):
     quoting = call(expression="'<think></think>'")
     server, model = rollout([quoting, "Done.", "b"], history_policy="template")

@@ -498,11 +498,20 @@ def test_a_family_that_cannot_be_used_is_rejected(chatml_tokenizer):
 
 def test_a_template_that_strips_reasoning_rewrites_history(chatml_tokenizer):
     assert ChatTemplate(chatml_tokenizer).rewrites_history()
-    assert not ChatTemplate(chatml_tokenizer).rewrites_history(reasoning=False)
+    assert not ChatTemplate(chatml_tokenizer).rewrites_history(reasoning="none")
     assert not ChatTemplate(chatml_tokenizer).rewrites_history(tool_result=True)
     keeping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}{{ m.content }}<|im_end|>"
     keeping += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     assert not ChatTemplate(chatml_tokenizer, chat_template=keeping).rewrites_history()
+
+
+def test_a_template_that_strips_empty_reasoning_rewrites_history(chatml_tokenizer):
+    assert ChatTemplate(chatml_tokenizer).rewrites_history(reasoning="empty")
+    assert ChatTemplate(chatml_tokenizer).rewrites_history(tool_result=True, reasoning="empty")
+    keeping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
+    keeping += "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    keeping += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    assert not ChatTemplate(chatml_tokenizer, chat_template=keeping).rewrites_history(reasoning="empty")
 
 
 def test_the_self_check_costs_at_most_50_ms_of_cpu(chatml_tokenizer):
