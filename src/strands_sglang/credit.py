@@ -728,8 +728,8 @@ def _check_trajectories(episodes: Iterable[Episode]) -> None:
 
 
 def _turns(sequences: Iterable[tuple[Turn, TokenManager]]) -> list[Turn]:
-    """Return the turns of the rollout, in the order of calls."""
-    known = {turn.index: turn for leaf, _ in sequences for turn, _ in leaf.steps()}
+    """Return the turns of the rollout, in the order of calls, without those of helpers."""
+    known = {turn.index: turn for leaf, _ in sequences for turn, _ in leaf.steps() if not turn.is_auxiliary}
     return [known[index] for index in sorted(known)]
 
 
@@ -789,7 +789,7 @@ def _rows(
     for (leaf, tokens), mask, own in zip(trained, masks, versions, strict=True):
         column = []
         for turn, kept in leaf.steps():
-            column += [0.0] * len(turn.prompt_ids) + [advantages[turn.index]] * kept
+            column += [0.0] * len(turn.prompt_ids) + [advantages.get(turn.index, 0.0)] * kept  # 0.0: a helper's
         logprobs = [math.nan if value is None else value for value in tokens.logprobs]
         rows.append(
             TrainingRow(

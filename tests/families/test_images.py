@@ -6,10 +6,12 @@ import pytest
 import torch
 from PIL import Image
 
+from strands_sglang import SGLangModel
 from strands_sglang.messages import pictures_of, to_chat_messages
 from strands_sglang.messages.content import UnsupportedContentError
 from strands_sglang.templates.chat_template import ChatTemplate, SampledTurn
 from strands_sglang.templates.image_tokens import TOKEN_KEYS, ImageProcessor, multimodal_train_inputs
+from strands_sglang.testing import ScriptedSGLang
 from support.agents import user
 from support.families import load_template, load_tokenizer
 from support.pages import ROOT, run_page
@@ -50,6 +52,20 @@ def test_the_opening_is_expanded_as_by_the_processor(family):
     assert text.count(VISION_FAMILIES[family].image) == 2
     assert set(inputs.train_inputs) == set(reference) - TOKEN_KEYS
     assert all(torch.equal(inputs.train_inputs[key], reference[key]) for key in inputs.train_inputs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_escaped_marks_of_an_image_are_counted_as_sent(family):
+    processor = load_processor(family)
+    server = ScriptedSGLang(processor.tokenizer, [])
+    model = SGLangModel(
+        tokenizer=processor.tokenizer, processor=processor, client=server.client(), escape_control_tokens=True
+    )
+    messages = [user(f"what is {VISION_FAMILIES[family].image}?", image_block(RED))]
+    counted = await model.count_tokens(messages)
+    prompt = model.chat_template.opening(chat(*messages), None)
+    sent, _ = model.images.expand(prompt.token_ids, prompt.encoded, prompt.pictures)
+    assert counted == len(sent) > len(prompt.token_ids)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -197,6 +197,22 @@ def test_a_reward_at_the_end_is_the_same_for_all_turns(rewards, lengths):
     assert [row.advantage for row in rows] == pytest.approx(group_advantages(rewards))
 
 
+def test_a_helpers_turn_has_no_share_in_the_credit():
+    def episode(reward, name, **options):
+        recorder, history = Recorder(), []
+        for number in range(3):
+            history += [user(f"q{number}")]
+            recorder.call(history, f"a{number}", auxiliary=number == 1)
+            history += [assistant(f"a{number}")]
+        return Episode(recorder.trajectory, reward, "g", name, **options)
+
+    rows = training_rows([episode(1.0, "a"), episode(0.0, "b")], discount=0.5)
+    assert rows.advantages["a"] == {0: 0.25, 2: 0.5}
+    assert [sum(row.loss_mask) for row in rows] == [4, 4]
+    with pytest.raises(ValueError, match="names turn 1, which is not part of the rollout"):
+        training_rows([episode(1.0, "a", turn_rewards={1: 1.0}), episode(0.0, "b")])
+
+
 def test_turn_rewards_must_name_turns_of_the_rollout():
     with pytest.raises(ValueError, match="turn_rewards of episode a names turn 7, which is not part of the rollout"):
         training_rows([Episode(plain(), 1.0, "g", "a", turn_rewards={7: 1.0}), *batch(0.0)])

@@ -523,7 +523,7 @@ class ModelCall:
             return counted
         if not prompt.pictures or self.images is None:
             return counted + len(prompt.token_ids)
-        expanded, _ = await asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.text, prompt.pictures)
+        expanded, _ = await asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.encoded, prompt.pictures)
         return counted + len(expanded)
 
     def _counted_prompt(self) -> tuple[int, Prompt | None]:

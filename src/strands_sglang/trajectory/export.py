@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..protocol.generation import clip_spans
 from .tokens import Segment, TokenManager
 from .turn import Turn, TurnStatus
-
-_NONE: Mapping[int, int] = {}
 
 
 def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool) -> list[tuple[Turn, TokenManager]]:
@@ -45,9 +43,7 @@ def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool)
                 break
     leaves = [turn for turn in shown if id(turn) not in inner]
     leaves.sort(key=lambda leaf: (leaf.is_auxiliary, leaf.status is TurnStatus.CUT, leaf.index))
-    trained: dict[int, int] = {}
-    if not auxiliary:  # a helper's tokens that an agent continues from are context, and not trained
-        trained = {id(turn): len(turn.output_ids) for turn in turns if turn.is_auxiliary and turn.agent is not None}
+    trained: dict[int, int] = {} if auxiliary else helpers_tokens(turns)
     sequences = []
     for leaf in leaves:
         sequences.append((leaf, sequence_of(leaf, trained)))
@@ -56,14 +52,24 @@ def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool)
     return sequences
 
 
-def sequence_of(leaf: Turn, already_trained: Mapping[int, int] = _NONE) -> TokenManager:
+def helpers_tokens(turns: Iterable[Turn]) -> dict[int, int]:
+    """Return the number of sampled tokens of each auxiliary turn, by its `id`.
+
+    Where an agent continues from a helper's answer, that is context, and not trained.
+    """
+    return {id(turn): len(turn.output_ids) for turn in turns if turn.is_auxiliary}
+
+
+def sequence_of(leaf: Turn, already_trained: Mapping[int, int] | None = None) -> TokenManager:
     """Return the tokens from the root to a turn.
 
     Args:
         leaf: The turn that the sequence ends with.
-        already_trained: Number of sampled tokens that other sequences train, by `id` of a turn. They get loss mask 0
-            here.
+        already_trained: Number of sampled tokens that get loss mask 0 because other sequences train them, by `id` of a
+            turn. By default those of helpers.
     """
+    if already_trained is None:
+        already_trained = helpers_tokens(leaf.path())
     return TokenManager(
         (segment for turn, kept in leaf.steps() for segment in _segments(turn, kept, already_trained.get(id(turn), 0))),
         leaf.image_inputs(),

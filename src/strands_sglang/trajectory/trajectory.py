@@ -35,7 +35,7 @@ from ..templates.encoder import Encoder
 from ..templates.image_tokens import ImageInputs
 from .discards import After, judge, judge_end, note_if_gone, settle
 from .explain import explain, reason_to_extend, reason_to_open
-from .export import export_sequences, sequence_of
+from .export import export_sequences, helpers_tokens, sequence_of
 from .seals import seal_end, seal_prompt, seal_tokens, seal_turn, sealed_answers
 from .storage import decode_turns, encode_turns, write_file
 from .tokens import TokenManager
@@ -641,20 +641,18 @@ class Trajectory:
             leaf = self.main_leaf()
             if leaf is None:
                 return TokenManager()
-            return sequence_of(leaf, {id(leaf): len(leaf.output_ids)} if leaf.status is TurnStatus.DISCARDED else {})
+            if leaf.status is TurnStatus.DISCARDED:
+                return sequence_of(leaf, {**helpers_tokens(leaf.path()), id(leaf): len(leaf.output_ids)})
+            return sequence_of(leaf)
 
     def main_leaf(self) -> Turn | None:
         """Return the turn that `latest_main_sequence` ends with; None before any call."""
         with self._lock:
-            roots = [turn for turn in self._turns if turn.parent is None and not turn.is_auxiliary]
-            first = next((turn for turn in roots if turn.is_answered), None)
+            own = [turn for turn in self._turns if not turn.is_auxiliary]
+            first = next((turn for turn in own if turn.is_answered), None)
             if first is None:
-                return roots[-1] if roots else None
-            ends = [
-                turn
-                for turn in self._turns
-                if turn.is_answered and not turn.is_auxiliary and turn.root.key == first.key
-            ]
+                return next((turn for turn in reversed(own) if turn.parent is None), None)
+            ends = [turn for turn in own if turn.is_answered and turn.root.key == first.root.key]
             kept = [turn for turn in ends if turn.status is not TurnStatus.DISCARDED]
             return kept[-1] if kept else ends[-1]
 

@@ -34,8 +34,16 @@ from strands.vended_plugins.context_offloader import ContextOffloader, InMemoryS
 from strands.vended_plugins.goal import GoalLoop
 from strands.vended_plugins.steering import Guide as Steer, Proceed as GoOn, SteeringHandler
 
-from strands_sglang import SGLangAbortedError, SGLangClientError, SGLangModel, Trajectory, TurnStatus
+from strands_sglang import (
+    SGLangAbortedError,
+    SGLangClientError,
+    SGLangModel,
+    TerminationReason,
+    Trajectory,
+    TurnStatus,
+)
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
+from strands_sglang.trainers.slime import to_slime_samples
 from support.agents import (
     call,
     make_agent,
@@ -47,6 +55,7 @@ from support.agents import (
     response_masks,
     statuses,
 )
+from support.slime import Sample, slime_args
 
 # === what Strands' context and conversation managers, memory aside, do to a history, and the tokens that they count ===
 
@@ -2522,6 +2531,33 @@ async def test_continuing_from_a_helper_trains_only_own_tokens(judged):
     judge.check(auxiliary=[0])
     assert response_masks(judge.model.trajectory) == [[0, 1]]
     assert masks(judge.model.trajectory) == [[1, 1]]
+    assert judge.model.token_manager.loss_mask == judge.model.trajectory.sequences()[0].loss_mask
+
+
+@pytest.mark.parametrize("how", ["helper", "stream"])
+async def test_a_helpers_answer_that_the_agent_keeps_is_context(judged, how):
+    judge = judged(numbered)
+    agent, question = make_agent(judge.model), {"role": "user", "content": [{"text": "Two?"}]}
+    await agent.invoke_async("One?")
+    if how == "helper":
+        helper = make_agent(judge.model.auxiliary, messages=list(agent.messages))
+        await helper.invoke_async("Two?")
+        agent.messages[:] = helper.messages
+    else:
+        asked = [*agent.messages, question]
+        events = [one async for one in judge.model.stream(asked, None, agent.system_prompt, auxiliary=True)]
+        text = "".join(one["contentBlockDelta"]["delta"]["text"] for one in events if "contentBlockDelta" in one)
+        agent.messages[:] = [*asked, {"role": "assistant", "content": [{"text": text}]}]
+    await agent.invoke_async("Three?")
+    trajectory = judge.model.trajectory
+    assert [turn.is_auxiliary for turn in trajectory.turns] == [False, True, False]
+    assert trajectory.turns[2].parent is trajectory.turns[1]
+    assert response_masks(trajectory) == [[1, 0, 1]]
+    assert judge.model.token_manager.loss_mask == trajectory.sequences()[0].loss_mask
+    sample = to_slime_samples(
+        trajectory, Sample(), TerminationReason.TASK_COMPLETE, tokenizer=judge.model.tokenizer, args=slime_args()
+    )
+    assert sum(sample.loss_mask) == sum(judge.model.token_manager.loss_mask)
 
 
 async def test_an_answer_that_a_helper_threw_away_is_discarded(judged):

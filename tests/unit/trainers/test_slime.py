@@ -38,7 +38,7 @@ from strands_sglang.trainers.slime import (
     make_reward,
     to_slime_samples,
 )
-from support.agents import call, make_tools
+from support.agents import call, make_agent, make_tools
 from support.histories import PLANS, Player
 from support.slime import (
     ANSWER,
@@ -222,6 +222,25 @@ async def test_no_request_once_tool_results_used_up_the_budget(chatml_tokenizer)
     assert (sample.status.name, sample.loss_mask[-1]) == ("TRUNCATED", 1)
     assert sample.metadata["strands_sglang"]["outcome"] == "token_budget_reached"
     assert sample.response_length <= 60 and not rollouts.server.refusals
+
+
+async def test_helpers_do_not_use_up_the_budget(chatml_tokenizer):
+    def agent_factory(model, sample):
+        @tool
+        async def ask(question: str) -> str:
+            """Ask a helper."""
+            await make_agent(model.auxiliary).invoke_async(question)
+            return "6"
+
+        return make_agent(model, [ask])
+
+    verdict = "It is right. " * 6
+    rollouts = Rollouts(chatml_tokenizer, [call("ask", question="x"), verdict, "Done."], agent_factory=agent_factory)
+    sample = checked(await rollouts(params=slime_sampling_params(max_new_tokens=120)), rollouts)
+    assert (sample.status.name, sample.metadata["strands_sglang"]["outcome"]) == ("COMPLETED", "task_complete")
+    first, helped, last = rollouts.server.requests
+    assert helped.sampling_params["max_new_tokens"] == 120
+    assert last.sampling_params["max_new_tokens"] == 120 - (len(last.input_ids) - len(first.input_ids))
 
 
 async def test_budget_below_min_new_tokens_is_used_up(chatml_tokenizer):

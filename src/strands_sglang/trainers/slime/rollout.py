@@ -390,10 +390,11 @@ class Episode:
             raise SGLangAbortedError("slime is aborting its rollouts, so no request was sent")
         self.asked.add(turn)
         budget = self.sampling_params.get("max_new_tokens")
-        if budget is None or turn.trajectory is not self.trajectory:
+        if budget is None or turn.trajectory is not self.trajectory or turn.is_auxiliary:
             return plan
         length = len(turn.token_ids()) - len(turn.root.prompt_ids)
-        room = budget - max(length, sum(len(other.output_ids) for other in self.trajectory.turns))
+        sampled = sum(len(other.output_ids) for other in self.trajectory.turns if not other.is_auxiliary)
+        room = budget - max(length, sampled)
         least = max(plan.sampling_params.get("min_new_tokens") or 0, 1)
         if room < least and not plan.sampled:
             what = f", and an answer needs at least {least} (min_new_tokens)" if least > 1 else ""
