@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -79,16 +78,16 @@ class ModelConfig:
 
     def own_sampling_params(self) -> dict[str, Any]:
         """Return the sampling parameters as objects of their own: a trainer's hook may change nested ones."""
-        return _copied(self.sampling_params)
+        return _own(self.sampling_params)
 
     def own_request_fields(self) -> dict[str, Any]:
         """Return the further fields of a request as objects of their own."""
-        return _copied(self.request_fields)
+        return _own(self.request_fields)
 
     @cached_property
     def recorded_request_fields(self) -> Mapping[str, Any]:
         """The further fields of a request as turns record them: one copy for all turns."""
-        return _copied(self.request_fields)
+        return _own(self.request_fields)
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -157,11 +156,6 @@ class ModelConfig:
             raise ValueError(f"sampling_params['min_new_tokens'] must be a whole number of at least 0, not {least!r}")
         if least is not None and most is not None and least > most:
             raise ValueError(f"sampling_params ask for at least {least} and at most {most} new tokens")
-
-
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    nested = (dict, list)
-    return {name: copy.deepcopy(value) if isinstance(value, nested) else value for name, value in values.items()}
 
 
 def _own(value: Any) -> Any:
