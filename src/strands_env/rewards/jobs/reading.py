@@ -8,14 +8,16 @@ the notation, because worker processes run it, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from .notation import CURRENCY, DEGREE, FUNCTIONS, closing, levels, spelled, split
 from .units import UNITS, magnitude, unit_of
 
 MAX_NUMBER_CHARS = 2_000  # most digits, and largest power of ten
+MAX_KEY_DEPTH = 20  # most nested brackets of an answer that is compared by value
 
 
 class UnreadableError(ValueError):
@@ -186,23 +188,28 @@ def read(text: str) -> Value:
 def value_key(text: str) -> str:
     """Return a key that is equal for answers with the same value, as far as no algebra is needed.
 
-    `1/2`, `0.5` and `0.50` have one key. Words are compared literally, except for the amount of whitespace.
+    `1/2`, `0.5` and `0.50` have one key. Words and deeply nested answers are compared literally, except for the amount
+    of whitespace.
 
     Args:
         text: An answer.
     """
     words = " ".join(text.split())
-    if len(text) > MAX_NUMBER_CHARS:
+    if len(text) > MAX_NUMBER_CHARS or max(levels(text) or [0]) > MAX_KEY_DEPTH:
         return words
     try:
         value = read(text)
         return " ".join(_plain(value.words).split()) if isinstance(value, Text) else _key(value)
-    except (UnreadableError, RecursionError):
+    except (ValueError, RecursionError):  # in no known notation, or a number with too many digits to print
         return words
 
 
-def _key(value: Value) -> str:
+def _key(value: Value | str | int | tuple[Any, ...]) -> str:
     match value:
+        case str() | int():
+            return str(value)
+        case tuple():
+            return _joined(map(_key, value))
         case Number(number):
             return str(number)
         case Text():
@@ -210,16 +217,17 @@ def _key(value: Value) -> str:
         case Formula(latex):
             return "".join(latex.split())
         case Several(items):
-            return repr(sorted(map(_key, items)))
+            return _joined(["Several", *sorted(map(_key, items))])
         case Named(_, inner):
             return _key(inner)
         case Measured(inner, unit):
-            return repr((_key(inner), unit))
-    parts = [
-        [item if isinstance(item, str) else _key(item) for item in part] if isinstance(part, tuple) else part
-        for part in vars(value).values()
-    ]
-    return f"{type(value).__name__} {parts}"
+            return _joined(["Measured", _key(inner), unit])
+    return _joined([type(value).__name__, *map(_key, vars(value).values())])
+
+
+def _joined(keys: Iterable[str]) -> str:
+    """Join keys so that each list of them has its own text. A `repr` would grow exponentially with the nesting."""
+    return "".join(f"{len(key)}:{key}" for key in keys)
 
 
 def _date(text: str) -> Value | None:

@@ -28,6 +28,7 @@ from strands_env.rewards import (
     WeightedSum,
     WorkerLimits,
     last_boxed,
+    value_key,
 )
 from strands_sglang import (
     SGLangConnectionError,
@@ -444,6 +445,55 @@ def test_long_texts_are_searched_in_linear_time(text):
 def test_ground_truths_of_common_datasets_are_read(truth):
     """Notation of common datasets was refused."""
     MathReward().check_truth(truth)
+
+
+# --- keys of values, for votes ---
+
+
+NESTED = {
+    "points": ("(1,", ")"),
+    "sets": (r"\{1,", r"\}"),
+    "matrices": (r"\begin{pmatrix}1&", r"\end{pmatrix}"),
+    "lists in intervals": ("[1,(2,", ")]"),
+    "relations": ("(1<", ")"),
+    "signs": ("=", ""),
+    "currencies": ("€", ""),
+}
+
+
+@pytest.mark.parametrize(("left", "right"), NESTED.values(), ids=NESTED.keys())
+@pytest.mark.parametrize("depth", [5, 10, 15, 300])
+def test_keys_of_nested_answers_are_short(left, right, depth):
+    """A key doubled with each level: 120 characters of brackets took gigabytes."""
+    text, other = (f"{left * depth}{number}{right * depth}" for number in (1, 2))
+    began = time.process_time()
+    key = value_key(text)
+    assert len(key) <= 20 * len(text) and time.process_time() - began < 5
+    assert value_key(text.replace(",", ", ", 1)) == key or depth > 10
+    assert value_key(other) != key
+
+
+def test_each_list_of_answers_has_its_own_key():
+    texts = [
+        "(1,2)",
+        "(1,(2))",
+        "(1,(2,3))",
+        "((1,2),3)",
+        "(12)",
+        r"\{1\}",
+        r"\{\}",
+        "",
+        "[1,2]",
+        "2:12",
+        "5 \\text{ m}",
+        "5",
+    ]
+    assert len(set(map(value_key, texts))) == len(texts) - 1
+    assert value_key("(1,2)") == value_key("(1,(2))")
+
+
+def test_number_with_too_many_digits_to_print_has_a_key():
+    assert value_key("1e1900 " + "trillion " * 210).startswith("1e1900 trillion")
 
 
 # --- wrong answers that look right get no reward, and harmless spellings cost none ---
