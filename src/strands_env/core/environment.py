@@ -724,7 +724,7 @@ async def _add_reward(
     began = time.monotonic()
     try:
         result.reward = await supervisor.within(
-            timeout, _call_reward(reward_fn, action, result), what="the reward function"
+            timeout, call_reward(reward_fn, action, result), what="the reward function"
         )
     except BaseException as error:
         if isinstance(_end_of(error, supervisor), asyncio.CancelledError):
@@ -737,7 +737,12 @@ async def _add_reward(
     result.observation.metrics["reward_seconds"] = time.monotonic() - began
 
 
-async def _call_reward(function: RewardFunction, action: Action, result: StepResult) -> RewardResult:
+async def call_reward(function: RewardFunction, action: Action, result: StepResult) -> RewardResult:
+    """Call a reward function, or a part of one, in every form that `RewardFunction.compute` allows.
+
+    Raises:
+        ValueError: The reward is not a finite number.
+    """
     reward: Any = await invoke(function.compute, action=action, step_result=result)
     if not isinstance(reward, RewardResult) and hasattr(reward, "__float__"):  # NumPy's and PyTorch's numbers too
         reward = RewardResult(reward=float(reward))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.environment import call_reward
 from ..core.types import Action, RewardFunction, RewardResult, StepResult
 
 
@@ -34,10 +35,7 @@ class WeightedSum(RewardFunction):
 
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
         """Compute all parts and return their weighted sum."""
-        running = [
-            asyncio.ensure_future(part.compute(action=action, step_result=step_result))
-            for part, _ in self.parts.values()
-        ]
+        running = [asyncio.ensure_future(call_reward(part, action, step_result)) for part, _ in self.parts.values()]
         try:
             results = await asyncio.gather(*running)
         finally:
@@ -62,7 +60,7 @@ class AllOf(RewardFunction):
 
     Parts are computed in order, up to the first that falls short, so put cheap checks before a judge. `info["parts"]`
     maps the name of each computed part to its `reward` and `info`; `info["failed"]` is the name of the part that fell
-    short, or None.
+    short, or None. If a part fails, the whole fails.
 
     Examples:
         >>> AllOf({"right": MathReward(), "polite": JudgeReward(judge, "The answer is polite.")}, threshold=0.7)
@@ -87,7 +85,7 @@ class AllOf(RewardFunction):
         """Compute the parts in order, up to the first that falls short."""
         info: dict[str, Any] = {}
         for name, part in self.parts.items():
-            result = await part.compute(action=action, step_result=step_result)
+            result = await call_reward(part, action, step_result)
             info[name] = {"reward": result.reward, "info": result.info}
             if result.reward < self.threshold:
                 return RewardResult(reward=0.0, info={"parts": info, "failed": name})

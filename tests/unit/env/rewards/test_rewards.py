@@ -192,6 +192,40 @@ async def test_all_of_stops_at_the_first_that_falls_short():
     assert not judge.computed
 
 
+COMBINED = {"sum": lambda part: WeightedSum({"part": (part, 1.0)}), "all": lambda part: AllOf({"part": part})}
+
+
+@pytest.mark.parametrize("combined", COMBINED.values(), ids=COMBINED.keys())
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), None, "1"])
+async def test_part_without_a_finite_reward_fails(combined, value):
+    """A part whose reward was not a number reached every threshold."""
+
+    class Broken(RewardFunction):
+        async def compute(self, **kwargs):
+            return RewardResult(reward=value) if isinstance(value, float) else value
+
+    with pytest.raises(ValueError, match="finite reward"):
+        await compute(combined(Broken()))
+
+
+@pytest.mark.parametrize("combined", COMBINED.values(), ids=COMBINED.keys())
+async def test_parts_may_be_plain_numbers_and_sync(combined):
+    """Parts failed with what is accepted from a reward function of its own."""
+
+    class Plain(RewardFunction):
+        async def compute(self, **kwargs):
+            return 1
+
+    class Sync(RewardFunction):
+        def compute(self, **kwargs):
+            time.sleep(0.01)
+            return RewardResult(reward=1.0, info={"sync": True})
+
+    assert (await compute(combined(Plain()))).reward == 1.0
+    result = await compute(combined(Sync()))
+    assert result.reward == 1.0 and result.info["parts"]["part"]["info"] == {"sync": True}
+
+
 @pytest.mark.parametrize("make", [WeightedSum, AllOf])
 def test_combining_no_rewards_is_an_error(make):
     with pytest.raises(ValueError):
