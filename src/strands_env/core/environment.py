@@ -742,8 +742,12 @@ async def call_reward(function: RewardFunction, action: Action, result: StepResu
 
     Raises:
         ValueError: The reward is not a finite number.
+        RuntimeError: The function called `exit`, which would end the event loop if the function runs in its own task.
     """
-    reward: Any = await invoke(function.compute, action=action, step_result=result)
+    try:
+        reward: Any = await invoke(function.compute, action=action, step_result=result)
+    except SystemExit as error:
+        raise as_exception(error) from error
     if not isinstance(reward, RewardResult) and hasattr(reward, "__float__"):  # NumPy's and PyTorch's numbers too
         reward = RewardResult(reward=float(reward))
     if not isinstance(reward, RewardResult) or not math.isfinite(reward.reward):

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from strands_env.core import Action, Environment, RewardFunction, RewardResult, TaskContext
+from strands_env.core import Action, Environment, RewardFunction, RewardResult, TaskContext, compute_reward
 from strands_env.rewards import (
     AllOf,
     ExactMatchReward,
@@ -224,6 +224,23 @@ async def test_parts_may_be_plain_numbers_and_sync(combined):
     assert (await compute(combined(Plain()))).reward == 1.0
     result = await compute(combined(Sync()))
     assert result.reward == 1.0 and result.info["parts"]["part"]["info"] == {"sync": True}
+
+
+@pytest.mark.parametrize("combined", COMBINED.values(), ids=COMBINED.keys())
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), StopAsyncIteration(), asyncio.CancelledError()])
+def test_no_part_ends_the_event_loop(combined, error):
+    """A part that called `exit` ended the whole evaluation."""
+
+    class Ends(RewardFunction):
+        async def compute(self, **kwargs):
+            raise error
+
+    async def both():
+        result = await compute_reward(combined(Ends()), task("x"), answered("x"))
+        return result.reward, result.reward_error, await compute(combined(Fixed(1.0)))
+
+    reward, message, after = asyncio.run(both())
+    assert reward is None and type(error).__name__ in message and after.reward == 1.0
 
 
 @pytest.mark.parametrize("make", [WeightedSum, AllOf])
