@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +14,8 @@ from ..core.types import Action, RewardFunction, RewardResult, StepResult
 class WeightedSum(RewardFunction):
     r"""The weighted sum of several rewards.
 
-    All parts are computed concurrently. If one fails, the sum fails. `info["parts"]` maps each name to its `reward`,
-    `weight` and `info`.
+    All parts are computed concurrently. If one fails, the sum fails. If all rewards are 1 and the weights sum to 1, the
+    sum is exactly 1. `info["parts"]` maps each name to its `reward`, `weight` and `info`.
 
     Examples:
         >>> WeightedSum({"right": (MathReward(), 1.0), "boxed": (RegexReward(r"\\boxed\{"), 0.1)})
@@ -43,11 +44,13 @@ class WeightedSum(RewardFunction):
                 part.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         info: dict[str, Any] = {}
-        total = 0.0
         for (name, (_, weight)), result in zip(self.parts.items(), results, strict=True):
-            total += weight * result.reward
             info[name] = {"reward": result.reward, "weight": weight, "info": result.info}
-        return RewardResult(reward=total, info={"parts": info})
+        total = math.fsum(part["weight"] * part["reward"] for part in info.values())
+        # Floats of weights such as 0.005, 0.429 and 0.566 sum to less than 1, which is below a success threshold of 1.
+        decimal = float(f"{total:.15g}")
+        is_decimal = math.isclose(total, decimal, rel_tol=2**-52)
+        return RewardResult(reward=decimal if is_decimal else total, info={"parts": info})
 
     def check_truth(self, truth: Any) -> None:
         """Check the ground truth with every part."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import random
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from strands_env.core import Action, Environment, RewardFunction, RewardResult, TaskContext, compute_reward
 from strands_env.rewards import (
@@ -150,6 +151,16 @@ class Fixed(RewardFunction):
         return RewardResult(reward=self.value, info={"fixed": True})
 
 
+class Constant(RewardFunction):
+    """Return a number at once."""
+
+    def __init__(self, value):
+        self.value = value
+
+    async def compute(self, *, action, step_result):
+        return self.value
+
+
 async def compute(function, text="x"):
     return await function.compute(action=task("x"), step_result=answered(text))
 
@@ -158,6 +169,25 @@ async def test_weighted_sum_reports_its_parts():
     result = await compute(WeightedSum({"a": (Fixed(1.0), 0.75), "b": (Fixed(-2.0), 0.5)}))
     assert result.reward == pytest.approx(-0.25)
     assert result.info["parts"]["b"] == {"reward": -2.0, "weight": 0.5, "info": {"fixed": True}}
+
+
+@settings(max_examples=300)
+@example([7, 2, 1])
+@example([5, 429, 566])
+@example([1] * 49)
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=50))
+def test_perfect_parts_sum_to_exactly_one(shares):
+    """Perfect parts with the weights 0.7, 0.2 and 0.1 were no success."""
+    weights = [share / sum(shares) for share in shares]
+    parts = {str(number): (Constant(1.0), weight) for number, weight in enumerate(weights)}
+    assert asyncio.run(compute(WeightedSum(parts))).reward == 1.0
+    assert asyncio.run(compute(WeightedSum({**parts, "bad": (Constant(-1e-9), 1.0)}))).reward < 1.0
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_sum_of_one_part_is_its_reward(value):
+    given_reward = asyncio.run(compute(WeightedSum({"part": (Constant(value), 1.0)}))).reward
+    assert math.isclose(given_reward, value, rel_tol=2**-52)
 
 
 async def test_failing_part_fails_the_sum_and_stops_the_others():
