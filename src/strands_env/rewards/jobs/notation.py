@@ -187,9 +187,12 @@ def levels(text: str) -> list[int] | None:
     return found if not stack else None
 
 
+_GAP = re.compile(r"((?<=\d)\s+(?=\d)|(?<=[^\W\d_]{2})\s+(?=[^\W\d_])|(?<=[^\W\d_])\s+(?=[^\W\d_]{2}))|\s+")
+
+
 def compact(text: str) -> str:
-    """Remove spaces, except between digits: `5 6` is not 56."""
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+    """Remove spaces, except between digits and between words: `5 6` is not 56, and "now here" is not "nowhere"."""
+    return _GAP.sub(lambda gap: " " if gap[1] else "", text)
 
 
 def split(text: str, pattern: str) -> tuple[list[str], list[str]]:

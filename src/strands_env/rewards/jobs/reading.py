@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from .notation import CURRENCY, DEGREE, FUNCTIONS, closing, levels, spelled, split
+from .notation import CURRENCY, DEGREE, FUNCTIONS, closing, compact, levels, spelled, split
 from .units import UNITS, magnitude, unit_of
 
 MAX_NUMBER_CHARS = 2_000  # most digits, and largest power of ten
@@ -26,7 +26,7 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True)
 class Text:
-    """Words, the letter of a choice, a date: compared literally, except for whitespace and the case of words."""
+    """Words, the letter of a choice, a date: compared literally, except for punctuation and the case of words."""
 
     words: str
 
@@ -34,7 +34,8 @@ class Text:
         """Return a key that is equal for equal texts."""
         bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", self.words).strip()
         bare = re.sub(r"^(?:an?|the)\s+(?=\S\S)", "", bare, flags=re.IGNORECASE)
-        bare = re.sub(r"[\s\"'.]+", "", bare).strip("()[],;:")
+        bare = re.sub(r"\.(?!\d)|(?<=[^\W\d])\.", " ", re.sub("[\"']", "", bare))  # but no decimal point
+        bare = compact(bare.strip()).strip("()[],;:")
         return bare if len(bare) == 1 else bare.casefold()
 
 
