@@ -517,6 +517,11 @@ _ANCHOR = re.compile(
 _IS = re.compile(r"\b(?:is|are|equals|be|gives?|get|have|falls on)\s+|(?<![<>!:])=\s*", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?:(?<!\b[ap])\.(?=\s|\*|$)|[!?](?=\s+[A-Z]|\s*$)|\n\s*\n)")
 _REASON = re.compile(r",?\s+(?:because|since|as|so|which|where|when|thus|hence|therefore)\b|\s+\((?!\w\))")
+_LINK = re.compile(
+    r"\A(?:(?:so|thus|hence|therefore|then|finally|overall|altogether|consequently|in (?:total|all|conclusion|summary)"
+    r"|as a result)\s*,\s*)+",
+    re.IGNORECASE,
+)
 _VALUES = re.compile(
     r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>.+?)\\\]|\\\((?P<round>.+?)\\\)|(?<!\\)\$"
     r"(?P<inline>(?!\d[\d.,]*[ a-z])[^$\n]+?)(?<!\\)\$"
@@ -541,21 +546,21 @@ MAX_ANSWER_WORDS = 4
 def answer_in(text: str) -> str | None:
     """Return the answer of a text without a box, or None if it has none.
 
-    The whole text if it is only an answer; else what the last "answer is", "answer:" or "####" introduces; else what
-    the last sentence equates something to; else the last formula or number. If the text offers several values, all of
-    them are the answer; the comparison then refuses it.
+    The whole text if it is only an answer, perhaps after "So," or similar words; else what the last "answer is",
+    "answer:" or "####" introduces; else what the last sentence equates something to; else the last formula or number.
+    If the text offers several values, all of them are the answer; the comparison then refuses it.
     """
-    whole = text.strip()
+    whole = _LINK.sub("", text.strip(), count=1)
     anchors = list(_ANCHOR.finditer(whole))
-    if not anchors and len(whole) <= MAX_PHRASE_CHARS and "\n" not in whole and _is_answer(whole, MAX_ANSWER_WORDS - 2):
-        return whole
+    is_short = not anchors and len(whole) <= MAX_PHRASE_CHARS and "\n" not in whole
+    if is_short and (answer := _answer(whole, MAX_ANSWER_WORDS - 2)) is not None:
+        return answer
     if anchors:
         return _phrase(whole[anchors[-1].end() :])
     sentences = (part for part in reversed(_SENTENCE.split(whole)) if part.strip(" *\n\t"))
     last = next(sentences, "")[-MAX_PHRASE_CHARS:]
     for verb in reversed(list(_IS.finditer(last))):
-        answer = last[verb.end() :].strip()
-        if _is_answer(answer, MAX_ANSWER_WORDS):
+        if (answer := _answer(last[verb.end() :].strip(), MAX_ANSWER_WORDS)) is not None:
             return answer
     found = list(_VALUES.finditer(whole))
     is_hedged = found and _HEDGE.search(whole[: found[-1].start()].rstrip("$ "))
@@ -573,17 +578,27 @@ def _phrase(text: str) -> str | None:
         if _DOUBT.match(sentence[len(phrase) :]):
             break
         phrase = re.sub(r"^\s*(?:option|choice)\s+", "", phrase.strip(" *\t"), flags=re.IGNORECASE)
-        if _is_answer(phrase, MAX_ANSWER_WORDS):
-            return phrase
+        if (answer := _answer(phrase, MAX_ANSWER_WORDS)) is not None:
+            return answer
     return sentence.strip() or None
 
 
-def _is_answer(text: str, words: int) -> bool:
-    """Whether a text can be parsed, and is not prose of more than some words."""
+def _answer(text: str, words: int) -> str | None:
+    """Return a text if it can be parsed and is not prose of more than some words.
+
+    A reason is no item of a list: `425, as required` is 425.
+    """
     try:
-        return not _is_prose(read(text), words)
+        value = read(text)
     except (UnreadableError, RecursionError):
-        return False
+        return None
+    if _is_prose(value, words):
+        return None
+    before = _REASON.split(text, maxsplit=1)[0]
+    is_doubted = _DOUBT.match(text[len(before) :]) or re.search(r"\b(?:or|and)$", before)  # 425, or so
+    if is_doubted or not isinstance(value, Several) or not any(isinstance(item, Text) for item in value.items):
+        return text
+    return text if before == text else _answer(before, words) or text
 
 
 def _is_prose(value: Value, words: int) -> bool:
