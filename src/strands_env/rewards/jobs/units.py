@@ -45,7 +45,8 @@ _SPELLINGS = {
     "unit": "unit units",
     "joule": "J joule joules",
     "newton": "N newton newtons",
-    "watt": "W watt watts kW",
+    "watt": "W watt watts",
+    "kilowatt": "kW kilowatt kilowatts",
     "volt": "V volt volts",
     "ampere": "amp amps ampere amperes",
     "ohm": "ohm ohms Omega",
@@ -69,8 +70,11 @@ _NO_COUNTS = frozenset(
     "is was as has does less plus minus times unless besides thus always perhaps sometimes equals exceeds fails across"
     " minus hundreds thousands millions billions dozens dozen tens pairs pair squares powers roots factors digits"
     " this his its us yes guess guesses values options others ones answers seems means gives makes possibilities"
-    " besides towards afterwards upwards downwards remains misses false wrong".split()
+    " besides towards afterwards upwards downwards remains misses false wrong halves thirds quarters lakhs crores"
+    " grosses cubes negatives reciprocals opposites inverses fourths fifths sixths sevenths eighths ninths tenths"
+    " elevenths twelfths".split()
 )
+_PARTS = re.compile(r"[a-z]*(?:teenths|tieths|hundredths|thousandths|illionths|illions)")  # but not: paths
 
 
 def magnitude(text: str) -> tuple[Fraction, str]:
@@ -127,6 +131,8 @@ def unit_of(text: str) -> str | None:
 def _counted(word: str) -> str | None:
     """Return the noun of a plural that counts items, as `#egg`."""
     word = word.casefold()
-    if not re.fullmatch("[a-z]{3,20}s", word) or word in _NO_COUNTS or word.endswith(("ss", "us", "is", "ys's")):
+    if not re.fullmatch("[a-z]{3,20}s", word) or word.endswith(("ss", "us", "is", "ys's")):
+        return None
+    if word in _NO_COUNTS or _PARTS.fullmatch(word):
         return None
     return f"#{word[:-3]}y" if word.endswith("ies") else f"#{word[:-1]}"
