@@ -106,6 +106,10 @@ class Several:
     items: tuple[Value, ...]
     how: str = ","
 
+    def names(self) -> set[str]:
+        """Return the different names of the values."""
+        return {item.name for item in self.items if isinstance(item, Named)}
+
 
 @dataclass(frozen=True)
 class Union:
@@ -217,6 +221,9 @@ def _key(value: Value | str | int | tuple[Any, ...]) -> str:
             return value.key()
         case Formula(latex):
             return "".join(latex.split())
+        case Several(items) if len(value.names()) > 1:
+            named = ((item.name, _key(item)) if isinstance(item, Named) else ("", _key(item)) for item in items)
+            return _joined(["Several", *sorted(map(_joined, named))])
         case Several(items):
             return _joined(["Several", *sorted(map(_key, items))])
         case Named(_, inner):

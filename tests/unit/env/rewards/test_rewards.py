@@ -573,6 +573,11 @@ def test_each_list_of_answers_has_its_own_key():
     assert value_key("(1,2)") == value_key("(1,(2))")
 
 
+def test_values_with_different_names_are_not_exchanged_in_a_key():
+    assert value_key("x=1,y=2") == value_key("y = 2, x = 1.0") != value_key("x=2,y=1")
+    assert value_key("x=1,x=2") == value_key("x=2 or x=1") == value_key("2,1")
+
+
 def test_number_with_too_many_digits_to_print_has_a_key():
     assert value_key("1e1900 " + "trillion " * 210).startswith("1e1900 trillion")
 
