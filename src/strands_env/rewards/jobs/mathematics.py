@@ -209,6 +209,7 @@ class _Grader:
             self._is_within_rounding(exact, answer.value)
             or (
                 answer.digits >= self.precision
+                and not self._is_exact(exact)
                 and _rounded(exact, self.precision) == _rounded(answer.value, self.precision)
             )
         )
@@ -233,12 +234,18 @@ class _Grader:
     def _close(self, truth: Number, answer: Number) -> bool:
         if truth.value == answer.value or self._is_within_rounding(truth.value, answer.value):
             return True
+        if self._is_exact(truth.value):
+            return False
         # Floating-point numbers are written with more digits than they have.
         one, other = sorted((truth, answer), key=lambda side: side.digits)
         if other.form != "decimal" or other.digits < self.precision:
             return False
         is_longer = one.form == "decimal" and one.digits > self.precision
         return not is_longer and _rounded(one.value, self.precision) == _rounded(other.value, self.precision)
+
+    def _is_exact(self, truth: Fraction) -> bool:
+        """Whether a right answer is no floating-point number, nor a number that decimals only approximate."""
+        return truth.denominator == 1 or _rounded(truth, self.precision - 1) == truth
 
     def _is_within_rounding(self, one: Fraction, other: Fraction) -> bool:
         return self.rounding is not None and abs(one - other) * 2 < Fraction(1, 10**self.rounding)
