@@ -31,7 +31,7 @@ class MathReward(RewardFunction):
 
     Answers of different kinds are never equal: a number is not a set, a point is not a list, `x > 5` is not 5, `2516_8`
     is not 2516, and "east" is not "seat". Numbers must be exactly equal (`1/2`, `0.5`, `\frac{1}{2}` and `5e-1` are; of
-    numbers such as `1/3`, 15 digits are enough), and formulas must be equal for
+    a decimal such as 0.30000000000000004, the first 15 digits count), and formulas must be equal for
     [math-verify](https://github.com/huggingface/Math-Verify) and numerically. The order of lists and sets does not
     matter, unless the values have different names: `x = 1, y = 2` is `1, 2`. Units, currency signs and names (`x = 5`)
     may be missing on one side; if both sides have them, they must agree. An answer whose equality cannot be decided is
@@ -73,9 +73,8 @@ class MathReward(RewardFunction):
             require_boxed: Whether an answer outside of `\boxed{}` counts as no answer.
             allow_unevaluated: Whether operations may be left unevaluated: `25 \times 17` for 425.
             float_rounding: Number of decimals to which numbers must agree; None for exact equality.
-            numeric_precision: Significant digits from which on a decimal counts as a floating-point number. It is then
-                right if it rounds to the same digits as the ground truth, unless that is exact: an integer, or a number
-                with fewer digits.
+            numeric_precision: Significant digits from which on a decimal counts as a floating-point number. It then
+                equals every number that rounds to it; integers stay exact.
             limits: Limits for one answer; None for the defaults of
                 [`WorkerLimits`][strands_env.rewards.WorkerLimits].
             n_workers: Maximum number of worker processes; None for one per CPU, at most 8.

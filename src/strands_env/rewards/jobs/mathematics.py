@@ -209,7 +209,7 @@ class _Grader:
             self._is_within_rounding(exact, answer.value)
             or (
                 answer.digits >= self.precision
-                and not self._is_exact(exact)
+                and _may_be_off(exact, answer.value)
                 and _rounded(exact, self.precision) == _rounded(answer.value, self.precision)
             )
         )
@@ -234,7 +234,7 @@ class _Grader:
     def _close(self, truth: Number, answer: Number) -> bool:
         if truth.value == answer.value or self._is_within_rounding(truth.value, answer.value):
             return True
-        if self._is_exact(truth.value):
+        if not _may_be_off(truth.value, answer.value):
             return False
         # Floating-point numbers are written with more digits than they have.
         one, other = sorted((truth, answer), key=lambda side: side.digits)
@@ -242,10 +242,6 @@ class _Grader:
             return False
         is_longer = one.form == "decimal" and one.digits > self.precision
         return not is_longer and _rounded(one.value, self.precision) == _rounded(other.value, self.precision)
-
-    def _is_exact(self, truth: Fraction) -> bool:
-        """Whether a right answer is no floating-point number, nor a number that decimals only approximate."""
-        return truth.denominator == 1 or _rounded(truth, self.precision - 1) == truth
 
     def _is_within_rounding(self, one: Fraction, other: Fraction) -> bool:
         return self.rounding is not None and abs(one - other) * 2 < Fraction(1, 10**self.rounding)
@@ -328,6 +324,11 @@ def _latex(value: Value) -> str | None:
         case Number(Fraction(numerator=above, denominator=below)):
             return f"{above}" if below == 1 else rf"{'-' if above < 0 else ''}\frac{{{abs(above)}}}{{{below}}}"
     return None
+
+
+def _may_be_off(truth: Fraction, answer: Fraction) -> bool:
+    """Whether an answer may differ from the truth by the error of a float; integers are exact up to 2**53."""
+    return truth.denominator != 1 or (answer.denominator != 1 and abs(truth) <= 2**53)
 
 
 def _rounded(value: Fraction, digits: int) -> Fraction:

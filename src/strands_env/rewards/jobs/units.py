@@ -70,8 +70,8 @@ _NO_COUNTS = frozenset(
     "is was as has does less plus minus times unless besides thus always perhaps sometimes equals exceeds fails across"
     " minus hundreds thousands millions billions dozens dozen tens pairs pair squares powers roots factors digits"
     " this his its us yes guess guesses values options others ones answers seems means gives makes possibilities"
-    " besides towards afterwards upwards downwards remains misses false wrong halves thirds quarters lakhs crores"
-    " grosses cubes negatives reciprocals opposites inverses fourths fifths sixths sevenths eighths ninths tenths"
+    " besides towards afterwards upwards downwards remains misses false wrong halves thirds lakhs crores"
+    " grosses negatives reciprocals opposites inverses fourths fifths sixths sevenths eighths ninths tenths"
     " elevenths twelfths".split()
 )
 _PARTS = re.compile(r"[a-z]*(?:teenths|tieths|hundredths|thousandths|illionths|illions)")  # but not: paths
