@@ -12,6 +12,7 @@ response that is not HTTP are distinguished, whichever library reports them.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import io
 import math
@@ -262,18 +263,23 @@ class LoopSession:
         await self._guard.__anext__()
 
     async def close(self, grace: float) -> None:
-        """Abort all flights, wait up to `grace` seconds for their responses, and close the connections."""
+        """Abort all flights, wait up to `grace` seconds for their responses, and close the connections.
+
+        All flights end, also if the caller is cancelled.
+        """
         self.closed = True
         if not self.closing.done():
             self.closing.set_result(None)
-        await asyncio.gather(*(self.recall(flight, grace) for flight in tuple(self.flights.values())))
-        aborts = [task for key, task in self._tasks.items() if key[0] == "abort"]
-        if aborts:  # a short grace limits the wait for responses, not for aborts
-            with anyio.CancelScope(shield=True):
-                await asyncio.wait(aborts, timeout=ABORT_TIMEOUT_S)
-        await self._guard.aclose()
-        for flight in self.flights.values():  # another transport than ours may not have ended them
-            flight.answer.cancel()
+        with anyio.CancelScope(shield=True):
+            try:
+                await asyncio.gather(*(self.recall(flight, grace) for flight in tuple(self.flights.values())))
+                aborts = [task for key, task in self._tasks.items() if key[0] == "abort"]
+                if aborts:  # a short grace limits the wait for responses, not for aborts
+                    await asyncio.wait(aborts, timeout=ABORT_TIMEOUT_S)
+            finally:
+                for flight in self.flights.values():  # another transport than ours may not end them
+                    flight.answer.cancel()
+                await self._guard.aclose()
 
     def drop(self) -> None:
         """Drop the connections of a loop that no longer runs."""
@@ -337,6 +343,9 @@ def _authorized(credentials: Mapping[str, httpx.BasicAuth], request: httpx.Reque
     return next(known[-1].auth_flow(request)) if known else request
 
 
+Sessions = dict[asyncio.AbstractEventLoop, LoopSession]
+
+
 class SessionPool:
     """One `LoopSession` per event loop, made on first use. Thread-safe."""
 
@@ -353,7 +362,7 @@ class SessionPool:
         # A session references its loop, so weak keys would never be collected: entries are removed when their loop
         # ends, or swept if it was closed without warning. The finalizer keeps them alive long enough to close them in
         # order if the client was never closed.
-        self._sessions: dict[asyncio.AbstractEventLoop, LoopSession] = {}
+        self._sessions: Sessions = {}
         weakref.finalize(self, _abandon, self._sessions, abort_grace)
 
     async def current(self) -> LoopSession:
@@ -379,23 +388,29 @@ class SessionPool:
         with self._lock:
             sessions = dict(self._sessions)
             self._sessions.clear()
-        for loop, session in sessions.items():
-            if loop is asyncio.get_running_loop():
-                await session.close(self._abort_grace)
-            elif loop.is_running():
-                elsewhere = asyncio.run_coroutine_threadsafe(session.close(self._abort_grace), loop)
-                await asyncio.wait({asyncio.wrap_future(elsewhere)}, timeout=self._abort_grace + ABORT_TIMEOUT_S)
-            else:
-                session.drop()
+        own = sessions.pop(asyncio.get_running_loop(), None)
+        elsewhere = _close_elsewhere(sessions, self._abort_grace)  # before the first await, which may be cancelled
+        if own is not None:
+            await own.close(self._abort_grace)
+        if elsewhere:
+            others = [asyncio.wrap_future(closing) for closing in elsewhere]
+            await asyncio.wait(others, timeout=self._abort_grace + ABORT_TIMEOUT_S)
 
 
-def _abandon(sessions: dict[asyncio.AbstractEventLoop, LoopSession], grace: float) -> None:
-    """Close the sessions of a collected client; runs in any thread, and at interpreter exit."""
+def _close_elsewhere(sessions: Sessions, grace: float) -> list[concurrent.futures.Future[None]]:
+    """Drop the sessions of loops that do not run, and return the closings of the others, each in its loop's thread."""
+    closings = []
     for loop, session in tuple(sessions.items()):
         if loop.is_running():
-            asyncio.run_coroutine_threadsafe(session.close(grace), loop)
+            closings.append(asyncio.run_coroutine_threadsafe(session.close(grace), loop))
         else:
             session.drop()
+    return closings
+
+
+def _abandon(sessions: Sessions, grace: float) -> None:
+    """Close the sessions of a collected client; runs in any thread, and at interpreter exit."""
+    _close_elsewhere(sessions, grace)
     sessions.clear()
 
 

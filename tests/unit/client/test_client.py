@@ -821,6 +821,38 @@ async def test_closing_ends_requests_that_a_transport_keeps():
         await asyncio.wait_for(task, 5.0)
 
 
+@pytest.mark.parametrize("is_shielded", [False, True], ids=["task", "anyio"])
+async def test_a_cancelled_close_ends_the_calls_of_all_event_loops(is_shielded):
+    async def respond(request):
+        if request.url.path == "/abort_request":
+            return httpx.Response(200)
+        arrived.release()
+        return await asyncio.get_running_loop().create_future()
+
+    async def call():
+        with pytest.raises(SGLangConnectionError, match="closed"):
+            await asyncio.wait_for(client.generate([1]), 10.0)
+
+    arrived = threading.Semaphore(0)
+    client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), abort_grace=0.01)
+    calls = [asyncio.create_task(call())]
+    await asyncio.to_thread(arrived.acquire)
+    calls.append(asyncio.create_task(asyncio.to_thread(asyncio.run, call())))
+    await asyncio.to_thread(arrived.acquire)
+    if is_shielded:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await client.close()
+    else:
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+    await asyncio.gather(*calls)
+    await client.close()
+
+
 async def test_closing_ends_the_wait_for_a_retry():
     server = scripted(ScriptedResponse(500))
     client = client_to(server, retry_delay=0.1)
