@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 import math
+import os
 import threading
 from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -52,7 +53,8 @@ class SGLangClient:
     """Pooled, retrying, non-streaming client for one SGLang server, several servers, or a router.
 
     Create one client and share it between all agents of a process, from any thread. Connections are opened on the first
-    request, in one pool per running event loop. A closed client opens new ones when it is used again.
+    request, in one pool per running event loop. A closed client opens new ones when it is used again, and so does a
+    forked process.
 
     **Retries.** Connection failures, undecodable responses and the statuses 408, 409, 425, 429 and 5xx (except 501 and
     505) are retried. A timed-out attempt is retried once. A JSON response that lacks required fields is retried three
@@ -145,7 +147,7 @@ class SGLangClient:
         self.abort_grace = checked_number("abort_grace", abort_grace, at_least=0)
         if transport is not None and not isinstance(transport, Transport) and not callable(transport):
             raise ValueError("transport must be an httpx.AsyncBaseTransport or a function that makes one")
-        self._transport = transport
+        self._transport, self._made_in = transport, os.getpid()
         self._headers = dict(headers or {})
         open_session = partial(
             connect,
@@ -444,7 +446,7 @@ class SGLangClient:
         """
         self.closings += 1
         await self._sessions.close()
-        if isinstance(self._transport, Transport):
+        if isinstance(self._transport, Transport) and self._made_in == os.getpid():  # else a parent process may use it
             await self._transport.aclose()
 
     async def __aenter__(self) -> SGLangClient:

@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import io
 import math
+import os
 import socket
 import ssl
 import threading
@@ -136,13 +137,13 @@ class LoopSession:
         workers: Workers of the routers among the servers.
     """
 
-    def __init__(self, http: httpx.AsyncClient, *, max_connections: int, drop: Callable[[], None]) -> None:
+    def __init__(self, http: httpx.AsyncClient, own: AiohttpTransport | None, *, max_connections: int) -> None:
         """Wrap an HTTP client of the running loop.
 
         Args:
             http: Client whose own connection limit leaves room for `max_connections` and some aborts.
+            own: Its transport, if no other one was asked for.
             max_connections: Maximum number of concurrent generations; further ones wait.
-            drop: Function that drops the connections after the loop was closed, when nothing can be awaited.
         """
         self.http = http
         self._heads: dict[str, Head] = {}
@@ -151,7 +152,7 @@ class LoopSession:
         self.flights: dict[str, Flight] = {}
         self.openings: dict[Server, Openings] = {}
         self.closed = False
-        self._drop = drop
+        self._own = own
         self._loop = asyncio.get_running_loop()
         self.closing = self._loop.create_future()
         self.workers = Workers(self)
@@ -284,7 +285,14 @@ class LoopSession:
     def drop(self) -> None:
         """Drop the connections of a loop that no longer runs."""
         self.closed = True
-        self._drop()
+        if self._own is not None:
+            self._own.drop()
+
+    def forget(self) -> None:
+        """Leave the connections to the process that this one was forked from."""
+        self.closed = True
+        if self._own is not None:
+            self._own.forget()
 
     def _abort_task(self, base_url: str, rid: str, *, again: bool = False) -> asyncio.Task[bool]:
         return self.background(("abort", base_url, rid), partial(self._aborter.abort, base_url, rid, again=again))
@@ -309,11 +317,9 @@ def connect(
         headers: Headers of every request.
         credentials: Credentials by the address of the server that they are for.
     """
-    transport: Transport
-    drop: Callable[[], None] = lambda: None  # noqa: E731
+    own: AiohttpTransport | None = None
     if source is None:
-        transport = own = AiohttpTransport(https=https, connect_timeout=connect_timeout)
-        drop = own.drop
+        transport: Transport = (own := AiohttpTransport(https=https, connect_timeout=connect_timeout))
     else:
         transport = SharedTransport(source) if isinstance(source, Transport) else source()
     # httpx only limits the time to connect; the waiting side times the attempt as a whole.
@@ -325,7 +331,7 @@ def connect(
         timeout=httpx.Timeout(None, connect=connect_timeout),
         limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S),
     )
-    return LoopSession(http, max_connections=max_connections, drop=drop)
+    return LoopSession(http, own, max_connections=max_connections)
 
 
 def credentials_of(addresses: Iterable[str]) -> dict[str, httpx.BasicAuth]:
@@ -364,6 +370,7 @@ class SessionPool:
         # order if the client was never closed.
         self._sessions: Sessions = {}
         weakref.finalize(self, _abandon, self._sessions, abort_grace)
+        _pools.add(self)
 
     async def current(self) -> LoopSession:
         """The running loop's session."""
@@ -395,6 +402,29 @@ class SessionPool:
         if elsewhere:
             others = [asyncio.wrap_future(closing) for closing in elsewhere]
             await asyncio.wait(others, timeout=self._abort_grace + ABORT_TIMEOUT_S)
+
+    def forget(self) -> None:
+        """Forget the sessions of the process that this one was just forked from."""
+        self._lock = threading.Lock()  # a thread that exists no more may hold the other
+        for session in self._sessions.values():
+            session.forget()
+        self._sessions.clear()
+
+
+_pools: weakref.WeakSet[SessionPool] = weakref.WeakSet()
+
+
+def _forget_inherited() -> None:
+    """Forget the sessions of all pools in a forked process.
+
+    It shares the epoll object of each event loop with its parent: a connection closed here wakes its parent no more.
+    """
+    for pool in tuple(_pools):
+        pool.forget()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_inherited)
 
 
 def _close_elsewhere(sessions: Sessions, grace: float) -> list[concurrent.futures.Future[None]]:
@@ -490,6 +520,11 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
     async def aclose(self) -> None:
         """Close the connections."""
         await self._session.close()
+
+    def forget(self) -> None:
+        """Let nothing close the connections, which another process uses: neither `aclose` nor the garbage collector."""
+        self._session.detach()
+        self._connector._closed = True
 
     def drop(self) -> None:
         """Drop the connections after the loop was closed."""

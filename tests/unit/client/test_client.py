@@ -6,6 +6,7 @@ import gc
 import gzip
 import json
 import logging
+import os
 import pickle
 import socket
 import subprocess
@@ -2094,6 +2095,51 @@ def test_connections_of_a_closed_loop_are_dropped(threaded_server, caplog):
     assert [str(warning.message) for warning in caught if "nclosed client" in str(warning.message)] == []
     assert [str(warning.message) for warning in caught if "nclosed connector" in str(warning.message)] == []
     assert caplog.records == []
+
+
+FORKING = """
+import asyncio, gc, os, sys
+from strands_sglang.client.client import SGLangClient
+
+async def use():
+    async with client:
+        await client.generate([1])
+
+url, in_child = sys.argv[1:]
+client, loop = SGLangClient(url, max_retries=0, abort_grace=0), asyncio.new_event_loop()
+loop.run_until_complete(client.generate([1]))
+if os.fork() == 0:
+    exec(in_child)
+    sys.exit()
+_, status = os.wait()
+loop.run_until_complete(asyncio.wait_for(client.generate([1]), 10))
+loop.run_until_complete(client.close())
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forked processes")
+@pytest.mark.parametrize(
+    "in_child", ["", "asyncio.run(client.close())", "asyncio.run(use())", "client = None; gc.collect()"]
+)
+async def test_a_forked_process_leaves_its_parents_connections_alone(in_child):
+    async with RawServer(answer) as server:
+        command = (sys.executable, "-c", FORKING, server.base_url, in_child)
+        process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
+        _, errors = await process.communicate()
+    assert process.returncode == 0 and b"nclosed" not in errors, errors.decode()
+    _, *others = {request.writer for request in server.requests}
+    assert len(others) >= ("use" in in_child)  # one of the child's own; on a slow machine the parent's expires
+
+
+async def test_a_forked_process_leaves_its_parents_transport_alone(monkeypatch):
+    closed = []
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=generation()))
+    monkeypatch.setattr(transport, "aclose", lambda: closed.append(1))
+    client = SGLangClient(BASE_URL, transport=transport)
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    await client.close()
+    assert closed == []
 
 
 def test_closing_a_client_closes_other_threads_connections(threaded_server):
