@@ -407,7 +407,8 @@ class _RowBuffer(queue.Queue[Any]):
     def __init__(self, takes: Callable[[Any], bool], note: Callable[[Any, TrainingRow], None]) -> None:
         super().__init__()
         self._takes, self._note = takes, note
-        self._episode, self._is_taken = "", False
+        self._episode: tuple[int, str] | None = None
+        self._is_taken = False
         self.waited_from, self._is_asked = 0.0, False  # when the trainer asked for the row that it waits for
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
@@ -416,8 +417,9 @@ class _RowBuffer(queue.Queue[Any]):
             self.waited_from, self._is_asked = time.monotonic(), True
         while True:
             sample, row = super().get(block, timeout)
-            if row.episode != self._episode:
-                self._episode, self._is_taken = row.episode, self._takes(sample)
+            episode = (sample.group_id, row.episode)  # ids are unique in a group only
+            if episode != self._episode:
+                self._episode, self._is_taken = episode, self._takes(sample)
             if self._is_taken:
                 self._note(sample, row)
                 self._is_asked = False

@@ -140,6 +140,18 @@ def test_rollouts_are_late_by_what_the_trainer_waits(monkeypatch):
         rollouts.stop()
 
 
+def test_staleness_is_that_of_the_episode_although_another_group_has_one_of_its_id():
+    rollouts = AsyncGRPORollouts(None, [], None, max_staleness=1, version=5)
+    for group, version in enumerate([5, 1, 4, 2]):
+        rollouts.rollout_buffer.put(
+            (SimpleNamespace(group_id=group, model_version=version), SimpleNamespace(episode="0"))
+        )
+    assert [rollouts.rollout_buffer.get(block=False).model_version for _ in range(2)] == [5, 4]
+    with pytest.raises(queue.Empty):
+        rollouts.rollout_buffer.get(block=False)
+    assert rollouts.left_out == {"older than max_staleness=1": 2}
+
+
 def grpo_rows(episodes):
     left = iter(episodes)
 
