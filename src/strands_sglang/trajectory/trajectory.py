@@ -30,6 +30,7 @@ from strands.types.content import Message, Messages
 from ..drift import Drift, measure_drift
 from ..messages import Conversation, block_digests, chain_of, fingerprint, message_digest, next_link
 from ..messages.said import said_in
+from ..outcomes import TerminationReason
 from ..protocol.generation import Generation
 from ..templates.encoder import Encoder
 from ..templates.image_tokens import ImageInputs
@@ -524,10 +525,13 @@ class Trajectory:
             turn_rewards: Rewards of single turns by `Turn.index`, in addition.
             error: The error that ended it.
             reward_error: Why it has no reward although its outcome allows one.
+
+        Raises:
+            ValueError: No episode ends this way.
         """
+        named = None if outcome is None else TerminationReason(outcome).value
+        own = {int(turn): float(value) for turn, value in (turn_rewards or {}).items()}  # NumPy's are not JSON's
         with self._lock:
-            named = None if outcome is None else str(getattr(outcome, "value", outcome))
-            own = {turn: float(value) for turn, value in (turn_rewards or {}).items()}
             self.end = EpisodeEnd(named, None if reward is None else float(reward), own, error, reward_error)
 
     # --- for calls ---

@@ -1527,13 +1527,18 @@ def test_the_end_of_an_episode_is_in_its_file(tmp_path):
     recorder = Recorder()
     recorder.call([user("q")], "a")
     recorder.trajectory.note_end(
-        outcome=strands_sglang.TerminationReason.TASK_COMPLETE, reward=0.5, turn_rewards={0: 1}
+        outcome=strands_sglang.TerminationReason.TASK_COMPLETE, reward=0.5, turn_rewards={np.int64(0): np.float32(1)}
     )
     recorder.trajectory.save(tmp_path / "t.safetensors")
 
     end = Trajectory.load(tmp_path / "t.safetensors").end
     assert (end.outcome, end.reward, end.turn_rewards) == ("task_complete", 0.5, {0: 1})
-    assert end == recorder.trajectory.end
+    assert end == recorder.trajectory.end == pickle.loads(pickle.dumps(recorder.trajectory)).end
+
+
+def test_no_episode_ends_with_an_unknown_outcome():
+    with pytest.raises(ValueError, match="typo"):
+        Trajectory().note_end(outcome="typo")
 
 
 def test_a_file_can_be_read_by_whom_the_umask_allows(rollout, tmp_path):
