@@ -25,6 +25,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from .json_values import plain
 from .outcomes import OUTCOMES, RewardRule, TerminationReason
 from .trajectory.storage import write_file
 from .trajectory.tokens import Segment, TokenManager
@@ -636,6 +637,20 @@ def training_rows(
         raise ValueError(f"discount={discount!r} is not from 0 to 1")
     if (max_staleness is None) != (version is None):
         raise ValueError("max_staleness and version belong together: pass both or neither")
+    settings = plain(  # numbers of NumPy and PyTorch become Python's, which a file can hold
+        {
+            "baseline": baseline,
+            "normalize_std": normalize_std,
+            "discount": discount,
+            "max_tokens": max_tokens,
+            "version": version,
+            "max_staleness": max_staleness,
+            "skip_flat_groups": skip_flat_groups,
+        },
+        "settings",
+    )
+    discount, max_tokens = settings["discount"], settings["max_tokens"]
+    version, max_staleness = settings["version"], settings["max_staleness"]
     batch = list(episodes)
     for name, count in Counter(episode.id for episode in batch).items():
         if count > 1:
@@ -694,15 +709,7 @@ def training_rows(
         flat,
         {name: own for name, own in advantages.items() if name in trained},
         {episode.id: math.fsum(_rewards(episode)) for episode in batch if episode.id in returns},
-        settings={
-            "baseline": baseline,
-            "normalize_std": normalize_std,
-            "discount": discount,
-            "max_tokens": max_tokens,
-            "version": version,
-            "max_staleness": max_staleness,
-            "skip_flat_groups": skip_flat_groups,
-        },
+        settings=settings,
         episodes={
             episode.id: {
                 "group": episode.group,

@@ -540,6 +540,17 @@ def test_rewards_may_be_numbers_of_other_libraries(tmp_path, number):
         assert loaded.advantages == made.advantages and loaded.rewards == made.rewards
 
 
+@pytest.mark.parametrize("number", [np.float32, np.int64, torch.tensor])
+def test_settings_may_be_numbers_of_other_libraries(tmp_path, number):
+    given = {name: number(value) for name, value in {"discount": 1, "max_tokens": 9, "version": 3}.items()}
+    episodes = batch(1.0, 0.0, make=lambda: versioned("3", "3"))
+    rows = training_rows(episodes, **given, max_staleness=number(0), normalize_std=np.bool_(True))
+    rows.save(tmp_path / "rows.safetensors")
+    loaded = TrainingRows.load(tmp_path / "rows.safetensors")
+    assert loaded.settings == rows.settings and rows.settings.items() >= given.items()
+    assert type(rows[0].advantages[2]) is float and loaded[0].advantages == rows[0].advantages
+
+
 @pytest.mark.parametrize("name", ["loss_mask", "logprobs", "versions", "advantages", "trainer_logprobs"])
 def test_a_column_of_another_length_is_not_saved(tmp_path, name):
     rows = list(training_rows(batch(1.0, 0.0)))
