@@ -578,13 +578,14 @@ def group_advantages(
         ValueError: A group of one has no baseline, `normalize_std` comes without one, or a reward is not finite or
             exceeds 1e18.
     """
+    given, rewards = rewards, [as_number(reward) for reward in rewards]
     count = len(rewards)
     if not all(abs(reward) <= LARGEST_REWARD for reward in rewards):
-        raise ValueError(f"rewards must be finite, and at most {LARGEST_REWARD:g} in size: {list(rewards)!r:.200}")
+        raise ValueError(f"rewards must be finite, and at most {LARGEST_REWARD:g} in size: {list(given)!r:.200}")
     if baseline is None:
         if normalize_std:
             raise ValueError("normalize_std needs a baseline: equal rewards have no deviation to divide by")
-        return list(rewards)
+        return rewards
     if baseline not in ("mean", "leave_one_out"):
         raise ValueError(f"baseline {baseline!r} is not 'mean', 'leave_one_out' or None")
     if count < 2:
@@ -746,6 +747,8 @@ def _without_reward(episode: Episode) -> str | None:
         return f"the outcome {episode.outcome.value} has no reward"
     if episode.reward is None:
         return "turn_rewards need a reward of the episode, which may be 0.0" if episode.turn_rewards else "no reward"
+    if any(_number(reward) is None for reward in (episode.reward, *episode.turn_rewards.values())):
+        return "a reward is not a number"
     rewards = _rewards(episode)
     if not all(map(math.isfinite, rewards)):
         return "a reward is not finite"
@@ -769,10 +772,10 @@ def _returns(episode: Episode, turns: Sequence[Turn], discount: float) -> list[f
                 f"turn_rewards of episode {episode.id} names turn {name!r}, which is not part of the rollout: it has "
                 "no answer, was discarded, or is auxiliary"
             )
-    total, later = 0.0, float(episode.reward or 0.0)
+    total, later = 0.0, as_number(episode.reward)
     returns: list[float] = []
     for turn in reversed(turns):
-        total = float(episode.turn_rewards.get(turn.index, 0.0)) + later
+        total = as_number(episode.turn_rewards.get(turn.index, 0.0)) + later
         returns.append(total)
         later = discount * total
     return returns[::-1] or [later]
@@ -858,10 +861,16 @@ def _unfit(
 
 def as_number(reward: Any) -> float:
     """Return a reward, perhaps a number of NumPy or PyTorch, as a plain float; NaN if it is not a number."""
+    number = _number(reward)
+    return math.nan if number is None else number
+
+
+def _number(reward: Any) -> float | None:
     try:
-        return float(reward)
+        value = reward.item() if hasattr(reward, "item") else reward  # also of an array of one number
+        return float(value) if hasattr(value, "__float__") else None  # text is not a number, whatever it says
     except (TypeError, ValueError, RuntimeError):  # the last one is PyTorch's, for a tensor of several numbers
-        return math.nan
+        return None
     except OverflowError:  # an integer of hundreds of digits
         return math.inf
 

@@ -240,10 +240,14 @@ def unsampled():
         (Episode(plain(), None, "g", "x"), "no reward", False),
         (Episode(plain(), math.nan, "g", "x"), "a reward is not finite", False),
         (Episode(plain(), 1.0, "g", "x", turn_rewards={0: math.inf}), "a reward is not finite", False),
-        (Episode(plain(), "good", "g", "x"), "a reward is not finite", False),
+        (Episode(plain(), "good", "g", "x"), "a reward is not a number", False),
+        (Episode(plain(), "1.0", "g", "x"), "a reward is not a number", False),
+        (Episode(plain(), np.array(["1.0"]), "g", "x"), "a reward is not a number", False),
+        (Episode(plain(), np.ones(2), "g", "x"), "a reward is not a number", False),
+        (Episode(plain(), torch.tensor([math.nan]), "g", "x"), "a reward is not finite", False),
         (Episode(plain(), 10**400, "g", "x"), "a reward is not finite", False),
-        (Episode(plain(), torch.ones(2), "g", "x"), "a reward is not finite", False),
-        (Episode(plain(), 1.0, "g", "x", turn_rewards={0: None}), "a reward is not finite", False),
+        (Episode(plain(), torch.ones(2), "g", "x"), "a reward is not a number", False),
+        (Episode(plain(), 1.0, "g", "x", turn_rewards={0: None}), "a reward is not a number", False),
         (Episode(plain(), 1e308, "g", "x", turn_rewards={0: -1e308}), "its rewards exceed 1e+18", False),
         (
             Episode(plain(), None, "g", "x", turn_rewards={0: 1.0}),
@@ -529,7 +533,11 @@ def test_a_file_with_impossible_values_is_named(tmp_path, column, value):
         TrainingRows.load(path)
 
 
-@pytest.mark.parametrize("number", [np.float32, np.int64, torch.tensor])
+def one_in(library):
+    return lambda value: library([value])
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int64, torch.tensor, one_in(np.array), one_in(torch.tensor)])
 def test_rewards_may_be_numbers_of_other_libraries(tmp_path, number):
     rows = training_rows([*batch(number(1)), *batch(number(0), group="other")], baseline=None)
     turns = training_rows([Episode(plain(), 0.0, "g", "a", turn_rewards={0: number(1)})], baseline=None)
@@ -538,6 +546,8 @@ def test_rewards_may_be_numbers_of_other_libraries(tmp_path, number):
         loaded = TrainingRows.load(tmp_path / str(place))
         assert type(made[0].advantages[2]) is float and loaded[0].advantages == made[0].advantages
         assert loaded.advantages == made.advantages and loaded.rewards == made.rewards
+    assert [type(value) for value in group_advantages([number(1), number(0)], baseline=None)] == [float, float]
+    assert group_advantages([number(1), number(0)], normalize_std=True) == group_advantages([1, 0], normalize_std=True)
 
 
 @pytest.mark.parametrize("number", [np.float32, np.int64, torch.tensor])
