@@ -18,7 +18,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,11 +114,9 @@ class SGLangWeights:
             # processes can open.
             payload = base64.b64encode(pickle.dumps(weights)).decode()
             tensors = {"serialized_named_tensors": [payload], "flush_cache": True, "weight_version": str(version)}
-            try:
+            with _at_last(partial(self._post, "/end_weight_update", {}, missing_is_fine=True)):
                 self._post("/begin_weight_update", {}, missing_is_fine=True)
                 self._post("/update_weights_from_tensor", tensors)
-            finally:
-                self._post("/end_weight_update", {}, missing_is_fine=True)
             return
         from safetensors.torch import save_file
 
@@ -169,6 +169,20 @@ class SGLangWeights:
                 failures.append(SGLangHTTPError(text, status=response.status_code, body=response.text))
         if failures:
             raise failures[0]
+
+
+@contextmanager
+def _at_last(step: Callable[[], None]) -> Iterator[None]:
+    """Take a last step, also after an error, which an error of that step does not replace."""
+    try:
+        yield
+    except BaseException:
+        try:
+            step()
+        except (httpx.HTTPError, SGLangHTTPError) as error:
+            logger.warning("error=<%s> | a server may not have ended the failed update", error)
+        raise
+    step()
 
 
 class AsyncGRPORollouts:
@@ -482,11 +496,9 @@ class GRPORollouts:
         step = trainer.state.global_step
         if self._weights is not None and step != self._pushed:
             model = trainer.accelerator.unwrap_model(trainer.model)
-            try:
+            with _at_last(self._weights.resume):
                 self._weights.pause()
                 self._weights.push(model.state_dict().items(), step)
-            finally:
-                self._weights.resume()
             self._pushed = step
         size = arguments.num_generations
         groups = asyncio.run(self._run_groups(prompts[::size]))

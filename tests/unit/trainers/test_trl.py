@@ -45,6 +45,22 @@ def test_weights_that_a_server_refuses_raise(respx_mock, refusal, message):
     assert ended.call_count == 2
 
 
+def test_the_first_error_of_an_update_is_raised(respx_mock):
+    for path in ("/pause_generation", "/flush_cache", "/begin_weight_update"):
+        respx_mock.post(path=path).respond(json={})
+    respx_mock.post("http://one/update_weights_from_tensor").respond(400, text="shape mismatch")
+    for path in ("/end_weight_update", "/continue_generation"):
+        respx_mock.post(path=path).respond(500, text="no update has begun")
+    weights = SGLangWeights("http://one")
+    with pytest.raises(SGLangHTTPError, match="shape mismatch"):
+        weights.push(TENSORS, 1)
+    with pytest.raises(SGLangHTTPError, match="shape mismatch"):
+        GRPORollouts(None, group_size=2, weights=weights)([], grpo_trainer())
+    respx_mock.post("http://one/update_weights_from_tensor").respond(json={})
+    with pytest.raises(SGLangHTTPError, match="no update has begun"):
+        weights.push(TENSORS, 2)
+
+
 def grpo_trainer(processes=1):
     settings = {"scale_rewards": "none", "num_iterations": 1, "loss_type": "dapo"}
     steps = {
