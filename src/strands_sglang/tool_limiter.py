@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any, ClassVar, Literal
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from strands.hooks import HookOrder, HookProvider, HookRegistry
 from strands.hooks.events import AfterInvocationEvent, BeforeInvocationEvent, BeforeToolCallEvent, MessageAddedEvent
@@ -115,7 +115,7 @@ class ToolLimiter(HookProvider):
         if on_limit not in ("raise", "stop"):
             raise ValueError(f"on_limit must be 'raise' or 'stop', not {on_limit!r}")
         self.on_limit = on_limit
-        self._invoked: WeakSet[Any] = WeakSet()
+        self._invocations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # a re-entrant agent has several at once
         self.reset()
 
     def reset(self) -> None:
@@ -134,22 +134,23 @@ class ToolLimiter(HookProvider):
 
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
         """Register with an agent; Strands calls this for each of `Agent(hooks=[...])`."""
-        registry.add_callback(BeforeInvocationEvent, self._begin)
-        registry.add_callback(AfterInvocationEvent, self._end)
+        # An error of another hook must neither follow the beginning nor precede the end.
+        registry.add_callback(BeforeInvocationEvent, self._begin, order=HookOrder.SDK_LAST)
+        registry.add_callback(AfterInvocationEvent, self._end, order=HookOrder.SDK_FIRST)
         registry.add_callback(BeforeToolCallEvent, self._cancel_excess)
         # Last, so that a session manager has stored the message before the error ends its delivery.
         registry.add_callback(MessageAddedEvent, self._count, order=HookOrder.SDK_LAST)
 
     def _begin(self, event: BeforeInvocationEvent) -> None:
-        self._invoked.add(event.agent)
+        self._invocations[event.agent] = self._invocations.get(event.agent, 0) + 1
         self.limit_reached = None
 
     def _end(self, event: AfterInvocationEvent) -> None:
-        self._invoked.discard(event.agent)
+        self._invocations[event.agent] = max(self._invocations.get(event.agent, 0) - 1, 0)
 
     def _count(self, event: MessageAddedEvent) -> None:
         """Count a message, and end the loop if it reaches a limit."""
-        if event.agent not in self._invoked:
+        if not self._invocations.get(event.agent):
             return
         self.message_count += 1
         if event.message["role"] == "assistant":

@@ -6,7 +6,13 @@ import json
 import httpx
 import pytest
 from strands import Agent, tool
-from strands.hooks import AfterModelCallEvent, HookProvider, MessageAddedEvent
+from strands.hooks import (
+    AfterInvocationEvent,
+    AfterModelCallEvent,
+    BeforeInvocationEvent,
+    HookProvider,
+    MessageAddedEvent,
+)
 from strands.types.exceptions import ContextWindowOverflowException, EventLoopException
 
 from strands_sglang import (
@@ -483,6 +489,46 @@ async def test_shared_limiter_counts_the_sum_of_its_agents():
     assert (await first.invoke_async("go")).stop_reason == "end_turn"
     assert (await second.invoke_async("go")).stop_reason == "cancelled"
     assert limiter.tool_iter_count == 2
+
+
+async def test_an_invocation_counts_although_a_shorter_one_of_its_agent_has_ended():
+    limiter = ToolLimiter(max_tool_iters=2, on_limit="stop")
+
+    @tool
+    async def ask_itself() -> str:
+        """Ask."""
+        return str(await agent.invoke_async("short"))
+
+    answers = [[tool_use("id-ask", name="ask_itself")], "answer", calls("a"), "never sampled"]
+    agent = Agent(
+        model=ScriptedModel(answers),
+        tools=[echo, ask_itself],
+        hooks=[limiter],
+        callback_handler=None,
+        concurrent_invocation_mode="unsafe_reentrant",
+    )
+    assert (await agent.invoke_async("go")).stop_reason == "cancelled"
+    assert (limiter.tool_iter_count, RAN) == (2, ["a"])
+    limiter.reset()
+    agent.tool.echo(word="by hand")
+    assert limiter.message_count == 0
+
+
+@pytest.mark.parametrize("moment", [BeforeInvocationEvent, AfterInvocationEvent])
+async def test_direct_tool_calls_do_not_count_after_an_error_of_another_hook(moment):
+    def refuse(_):
+        raise ValueError("refused")
+
+    limiter = ToolLimiter()
+    for order in ([limiter, refuse], [refuse, limiter]):
+        agent = agent_with(answers=["hello"] * 2)
+        for hook in order:
+            agent.hooks.add_hook(hook) if hook is limiter else agent.add_hook(hook, moment)
+        with pytest.raises(ValueError, match="refused"):
+            await agent.invoke_async("go")
+        limiter.reset()
+        agent.tool.echo(word="by hand")
+        assert limiter.message_count == 0
 
 
 async def test_direct_tool_calls_and_given_history_do_not_count():
