@@ -127,6 +127,14 @@ class ToolLimiter(HookProvider):
         self.limit_reached: LoopLimitReachedError | None = None
         self._excess_ids: set[str] = set()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the limits and the counts, but not which agents of this process are invoked now."""
+        return {name: value for name, value in vars(self).items() if name != "_invocations"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the limits and the counts."""
+        vars(self).update(state, _invocations=WeakKeyDictionary())
+
     @property
     def iteration_count(self) -> int:
         """Number of tool iterations so far; alias of `tool_iter_count`."""

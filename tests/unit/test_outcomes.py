@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 
 import httpx
 import pytest
@@ -529,6 +530,15 @@ async def test_direct_tool_calls_do_not_count_after_an_error_of_another_hook(mom
         limiter.reset()
         agent.tool.echo(word="by hand")
         assert limiter.message_count == 0
+
+
+async def test_a_pickled_limiter_goes_on_counting():
+    limiter = ToolLimiter(max_tool_iters=2, on_limit="stop")
+    await agent_with(limiter, answers=[calls("a"), "done"]).invoke_async("go")
+    limiter = pickle.loads(pickle.dumps(limiter))
+    agent = agent_with(limiter, answers=[calls("b"), "never sampled"])
+    assert (await agent.invoke_async("go")).stop_reason == "cancelled"
+    assert str(pickle.loads(pickle.dumps(limiter)).limit_reached) == "the limit of 2 tool iterations was reached"
 
 
 async def test_direct_tool_calls_and_given_history_do_not_count():
