@@ -490,7 +490,7 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         status, headers, content = await self._send(
             request.method, str(url), request.headers.multi_items(), request.content
         )
-        return httpx.Response(status, headers=headers, content=content)
+        return _response(status, headers, content)
 
     async def post(self, url: str, headers: list[tuple[str, str]], content: bytes) -> httpx.Response | Reply:
         """Send a request without the objects of httpx, and read the response.
@@ -503,7 +503,7 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         status, received, body = await self._send("POST", url, headers, content)
         if status == 200 and not any(name.lower() == b"content-encoding" for name, _ in received):
             return Reply(body)
-        return httpx.Response(status, headers=received, content=body)
+        return _response(status, received, body)
 
     async def _send(
         self, method: str, url: str, headers: list[tuple[str, str]], body: bytes
@@ -534,6 +534,14 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         closing = self._connector.close().__await__()
         with contextlib.suppress(StopIteration, RuntimeError):
             next(closing)
+
+
+def _response(status: int, headers: RawHeaders, content: bytes) -> httpx.Response:
+    try:
+        return httpx.Response(status, headers=headers, content=content)
+    except httpx.DecodingError as error:
+        encoding = httpx.Headers(list(headers)).get("content-encoding")
+        raise httpx.DecodingError(f"{encoding}: {error}") from None
 
 
 def _keepalive_socket(address: Any) -> socket.socket:

@@ -355,6 +355,8 @@ async def _outcome(
     except UnfitAnswerError as error:
         return Failure(FailureKind.UNFIT, SGLangDecodingError(str(error)))
     except SGLangDecodingError as error:
+        if not isinstance(response, Reply) and (encoding := response.headers.get("content-encoding")):
+            error.args = (f"{error} (content-encoding: {encoding})",)  # httpx leaves those that it does not know
         return Failure(FailureKind.UNDECODABLE, error)
 
 
@@ -382,6 +384,8 @@ def _network_failure(method: str, url: str, error: Exception) -> Failure:
     if kind is None:
         raise error
     error_type, what = _NETWORK_ERRORS[kind]
+    if isinstance(error, httpx.DecodingError):
+        what = "the response does not fit its content-encoding ({})"
     named = error_type(f"{method} {url}: {what.format(root_cause(error))}")
     named.__cause__ = error
     return Failure(kind, named, maybe_running=kind in (FailureKind.DROPPED, FailureKind.TIMED_OUT))

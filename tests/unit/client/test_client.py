@@ -1823,20 +1823,30 @@ async def test_broken_real_connection_is_aborted_and_retried(
     assert first["rid"] != second["rid"]
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-async def test_compressed_responses_of_a_proxy_are_read(is_whole):
+COMPRESSED = gzip.compress(json.dumps(generation()).encode())
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "said"),
+    [
+        ("gzip", COMPRESSED, None),
+        ("gzip", COMPRESSED[1:], r"does not fit its content-encoding \(.*gzip: .*incorrect header check"),
+        ("unknown", COMPRESSED, r"not JSON.*\(content-encoding: unknown\)"),
+    ],
+    ids=["whole", "corrupt", "unknown"],
+)
+async def test_compressed_responses_of_a_proxy_are_read(encoding, body, said):
     async def compressed(request):
-        body = gzip.compress(json.dumps(generation()).encode())
-        body = body if is_whole else body[1:]
-        head = f"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"HTTP/1.1 200 OK\r\ncontent-encoding: {encoding}\r\ncontent-length: {len(body)}\r\n\r\n"
         request.writer.write(head.encode() + body)
 
     async with RawServer(compressed) as server, client_of(server, max_retries=0) as client:
-        if is_whole:
+        if said is None:
             assert await client.generate([1]) == generation()
         else:
-            with pytest.raises(SGLangDecodingError, match="not HTTP"):
-                await client.generate([1])
+            for call in (lambda: client.generate([1]), client.model_info):
+                with pytest.raises(SGLangDecodingError, match=said):
+                    await call()
 
 
 @pytest.mark.filterwarnings("error")
