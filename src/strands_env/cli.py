@@ -489,7 +489,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from .eval.checkpoint import encode, replace_file, results_file, side_file
     from .eval.metrics import end_lines, metric_lines
 
-    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.ERROR)
+    terminal.log(logging.INFO if arguments.verbose else logging.ERROR)
     if not arguments.verbose:  # unknown tools and cut-off answers are ordinary, and the results have them
         logging.getLogger("strands").setLevel(logging.CRITICAL)
         # That `--concurrency auto` has nothing to follow is unusual, and nothing else shows it.
@@ -634,7 +634,7 @@ def score_results(arguments: argparse.Namespace) -> int:
     from .eval.checkpoint import encode, read_run, replace_file, results_file, side_file
     from .eval.metrics import end_lines, metric_lines
 
-    logging.basicConfig(level=logging.ERROR)
+    terminal.log(logging.ERROR)
     missing = [f"--{name}" for name in ("reward", "output") if getattr(arguments, name) is None]
     if missing:
         raise UsageError(f"{' and '.join(missing)} must be given")

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from strands_sglang.credit import RowsFileError, TrainingRows
+from strands_sglang.terminal import visible
 
 from .eval.checkpoint import EvalSample, ResultsReader, results_file, side_file
 from .eval.metrics import end_lines, metric_lines, standard_metrics, wrapped
@@ -59,14 +60,14 @@ class View:
     is_over: bool = False
 
     def __rich__(self) -> RenderableType:
-        """Lay out the view."""
-        parts: list[RenderableType] = [Text(self.title, style="bold")]
+        """Lay out the view, with control characters written out."""
+        parts: list[RenderableType] = [Text(visible(self.title), style="bold")]
         if self.total:
             bar = Table.grid(padding=(0, 1))
             shown = f"{self.done}/{self.total}"
             bar.add_row(ProgressBar(total=self.total, completed=self.done, width=50), shown)
             parts.append(bar)
-        for line in self.lines:
+        for line in map(visible, self.lines):
             parts.append(Text(line, style="red" if line.startswith(("dropped", "errored", "left out")) else ""))
         return Group(*parts)
 
@@ -317,7 +318,7 @@ def step_table(names: Sequence[str], steps: Sequence[dict[str, float]], *, width
     ordered = [name for name in FIRST_COLUMNS if name in names] + [name for name in names if name not in FIRST_COLUMNS]
     rows, used = [""] * (len(steps) + 1), 0
     for name in ordered:
-        cells = [name, *(f"{step[name]:.4g}" for step in steps)]
+        cells = [visible(name), *(f"{step[name]:.4g}" for step in steps)]
         wide = max(map(len, cells)) + (2 if used else 0)
         if used + wide <= width:
             rows = [row + cell.rjust(wide) for row, cell in zip(rows, cells, strict=True)]

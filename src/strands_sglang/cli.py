@@ -228,7 +228,7 @@ def check(arguments: argparse.Namespace) -> int:
         return WRONG_USAGE
     code = 0 if report.is_proven else FAILED
     if arguments.json:
-        return say(json.dumps(report.as_dict(), ensure_ascii=False, indent=2), code=code)
+        return say(json.dumps(report.as_dict(), indent=2), code=code)
     return say(*report_lines(report), code=code)
 
 

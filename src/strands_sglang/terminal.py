@@ -7,6 +7,7 @@ on a terminal only; `NO_COLOR` switches colors off (no-color.org), `FORCE_COLOR`
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -26,17 +27,23 @@ PROGRESS_AFTER = 2.0
 """Seconds of silence before a wait is shown."""
 
 _CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
+_COLORED = re.compile(r"(\n|\x1b\[(?:0|1|3[123])m)")
+_PLAIN = re.compile(r"(\n)")
+"""What of a text a terminal interprets: ends of lines, and where there are colors, those of `paint`."""
 
 
 def say(command: str, *lines: str, code: Any = 0) -> Any:
     """Print lines of a command's result and flush; return the exit code.
+
+    Of the lines, a terminal interprets the colors of `paint` only.
 
     Args:
         command: Name of the command, for an error.
         *lines: The lines, without their newlines.
         code: Exit code if everything could be written.
     """
-    error = _print("".join(f"{line}\n" for line in lines), sys.stdout)
+    kept = _COLORED if _has_colors() else _PLAIN
+    error = _print("".join(f"{_shown(line, kept)}\n" for line in lines), sys.stdout)
     if error is None:
         return code
     if isinstance(error, BrokenPipeError):
@@ -47,7 +54,19 @@ def say(command: str, *lines: str, code: Any = 0) -> Any:
 
 def tell(line: str) -> None:
     """Print a line on standard error, if anything reads it; without the credentials of addresses in it."""
-    _print(f"{without_credentials(line)}\n", sys.stderr)
+    _print(f"{_shown(without_credentials(line))}\n", sys.stderr)
+
+
+def log(level: int) -> None:
+    """Log to standard error, in text that no terminal interprets."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_VisibleFormatter(logging.BASIC_FORMAT))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class _VisibleFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return _shown(super().format(record))
 
 
 def paint(text: str, color: str) -> str:
@@ -60,11 +79,13 @@ def paint(text: str, color: str) -> str:
     Returns:
         The text itself if standard output is not a terminal, or `NO_COLOR` is set; colored wherever `FORCE_COLOR` is.
     """
-    if not os.environ.get("FORCE_COLOR") and (
+    return f"\x1b[{_CODES[color]}m{text}\x1b[0m" if _has_colors() else text
+
+
+def _has_colors() -> bool:
+    return bool(os.environ.get("FORCE_COLOR")) or not (
         os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(sys.stdout)
-    ):
-        return text
-    return f"\x1b[{_CODES[color]}m{text}\x1b[0m"
+    )
 
 
 def without_credentials(text: str) -> str:
@@ -86,6 +107,10 @@ def visible(text: str) -> str:
         else _NAMES.get(character) or f"\\u{{{ord(character):x}}}"
         for character in text
     )
+
+
+def _shown(text: str, kept: re.Pattern[str] = _PLAIN) -> str:
+    return "".join(part if number % 2 else visible(part) for number, part in enumerate(kept.split(text)))
 
 
 _NAMES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\N{NO-BREAK SPACE}": "\\u{a0}"}
@@ -126,7 +151,7 @@ def waiting(what: str) -> Iterator[None]:
         yield
         return
     done = threading.Event()
-    thread = threading.Thread(target=_show, args=(without_credentials(what), done), daemon=True)
+    thread = threading.Thread(target=_show, args=(visible(without_credentials(what)), done), daemon=True)
     thread.start()
     try:
         yield

@@ -1,6 +1,7 @@
 """What commands print: colors and progress on a terminal only, in 80 columns."""
 
 import io
+import logging
 import re
 import sys
 import time
@@ -66,3 +67,22 @@ def test_facts_fit_into_80_columns_and_paths_stay_whole():
     assert lines[0] == f"model     {path}"
     assert all(len(line) <= 80 and line[10] != " " for line in lines[1:-1])
     assert lines[1].startswith("reason    word") and lines[-1] == "none"
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e"
+
+
+def test_a_terminal_interprets_no_printed_text_but_our_colors(monkeypatch, capsys):
+    logger = logging.getLogger("test_terminal")
+    monkeypatch.setattr(logging, "root", logging.RootLogger(logging.NOTSET))
+    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    terminal.log(logging.ERROR)
+    monkeypatch.setattr(logger, "parent", logging.root)
+    assert terminal.say("strands-env", f"{terminal.paint('failed', 'red')}: {HOSTILE}") == 0
+    terminal.tell(f"first\n{HOSTILE}\x1b[31m")
+    logger.error("a reward failed with %s", HOSTILE)
+    errors = capsys.readouterr().err
+    assert screen.getvalue() == ("\x1b[31mfailed\x1b[0m: \\u{1b}]0;title\\u{7}\\u{1b}[2J\\u{9b}2J\\u{202e}\n")
+    assert (
+        errors.startswith("first\n") and len(errors.splitlines()) == 3 and not set(errors) & set("\x1b\x07\x9b\u202e")
+    )

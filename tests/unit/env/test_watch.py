@@ -21,6 +21,7 @@ from strands_env.eval import CheckpointError, Evaluator, read_results
 from strands_env.eval.checkpoint import ResultsReader
 from strands_env.watch import EvaluationView, duration, open_run, pace_lines, read_steps, spark, step_table
 from strands_sglang.credit import TrainingRows
+from strands_sglang.terminal import visible
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from support.environments import StubEnvironment, sample, step_result, tasks
 
@@ -113,6 +114,29 @@ def test_an_evaluation_is_shown_with_the_numbers_of_its_report(written, capsys):
     shown = [line.rstrip() for line in out.splitlines()]
     assert [line for line in report if line.strip() and line.rstrip() not in shown] == []
     assert "8/12" in out and "slowest: " in out and max(map(len, shown)) <= 80
+
+
+@pytest.mark.parametrize("text", ["\x1b]0;title\x07\x1b[2J\x9b2J\u202e", "half \ud83d"])
+def test_no_text_of_a_model_reaches_the_terminal_as_it_is(tmp_path, capsys, text):
+    broken = step_result(None, error=f"{text} is not a number")
+    todo = tasks(1)
+    todo[0].task_context.id = text
+    for name, result in (("a", broken), ("b", step_result(1.0))):
+        config = {name: f"{text}{name}"}
+        stub = StubEnvironment(lambda action, result=result: result)
+        asyncio.run(Evaluator(stub.factory, output_path=tmp_path / name, config=config).run(todo))
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "metrics.csv").write_bytes(f"step,{text},reward\n1,2,3\n".encode("utf-8", "surrogatepass"))
+    for command in (
+        ["report", "a"],
+        ["watch", "a"],
+        ["compare", "a", "b"],
+        ["watch", ""],
+        ["report", f"no\x1b[2J{text}"],
+    ):
+        assert main([command[0], *(str(tmp_path / name) for name in command[1:])]) == 2 * (command[1][:2] == "no")
+    output = "".join(capsys.readouterr())
+    assert visible(text)[:9] in output and not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud83d]", output)
 
 
 def test_a_folder_with_nothing_to_watch_is_an_error(tmp_path, capsys):
