@@ -57,6 +57,12 @@ def tell(line: str) -> None:
     _print(f"{_shown(without_credentials(line))}\n", sys.stderr)
 
 
+def refuse_no_text() -> None:
+    """Let standard output write out what its encoding lacks, as standard error does."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # not a file, or a closed one
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
 def log(level: int) -> None:
     """Log to standard error, in text that no terminal interprets."""
     handler = logging.StreamHandler()

@@ -1,6 +1,7 @@
 """The live view of evaluations and training runs."""
 
 import asyncio
+import io
 import json
 import math
 import os
@@ -137,6 +138,18 @@ def test_no_text_of_a_model_reaches_the_terminal_as_it_is(tmp_path, capsys, text
         assert main([command[0], *(str(tmp_path / name) for name in command[1:])]) == 2 * (command[1][:2] == "no")
     output = "".join(capsys.readouterr())
     assert visible(text)[:9] in output and not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud83d]", output)
+
+
+def test_a_terminal_may_lack_characters(tmp_path, monkeypatch):
+    (tmp_path / "metrics.csv").write_text("step,reward\n1,2\n2,3\n")
+    stub = StubEnvironment(lambda action: step_result(None, error="Übung € 数"))
+    asyncio.run(Evaluator(stub.factory, output_path=tmp_path / "out").run(tasks(1)))
+    for encoding in ("ascii", "latin-1"):
+        for command in (["watch", tmp_path], ["watch", tmp_path / "out"], ["report", tmp_path / "out"]):
+            screen = io.TextIOWrapper(io.BytesIO(), encoding)
+            monkeypatch.setattr(sys, "stdout", screen)
+            assert main([str(part) for part in command]) == 0
+            assert rb"\u2581" in screen.buffer.getvalue() or rb"\u20ac" in screen.buffer.getvalue()
 
 
 def test_a_folder_with_nothing_to_watch_is_an_error(tmp_path, capsys):
