@@ -189,7 +189,8 @@ class Score:
 
     Attributes:
         sample: The sample.
-        reward: Its reward; for an errored sample 0, or the lowest reward of the evaluation if that is less.
+        reward: Its reward; for an errored sample 0, or the lowest reward of the evaluation, or of the two that are
+            compared, if that is less.
         is_success: Whether its reward reaches the success threshold.
     """
 
@@ -198,7 +199,7 @@ class Score:
     is_success: bool
 
 
-def scores(results: Results, *, success_threshold: float) -> dict[str, list[Score]]:
+def scores(results: Results, *, success_threshold: float, least: float = 0.0) -> dict[str, list[Score]]:
     """Score the samples of each prompt, without dropped and unscored ones.
 
     If any sample has a reward, no finished sample is unscored: without a reward it counts as errored.
@@ -206,13 +207,14 @@ def scores(results: Results, *, success_threshold: float) -> dict[str, list[Scor
     Args:
         results: All samples.
         success_threshold: Minimum reward of a success.
+        least: Reward of an errored sample, unless a sample has less.
 
     Returns:
         Scores by prompt id, in the order of the samples.
     """
     finished = {prompt: [sample for sample in samples if sample.is_finished] for prompt, samples in results.items()}
     rewards = [sample.reward for samples in finished.values() for sample in samples if sample.reward is not None]
-    error = min([0.0, *rewards])
+    error = min([least, *rewards])
 
     return {
         prompt: [
@@ -498,15 +500,17 @@ def compare(
     """
     scored = []  # for each, the scores of the prompts that have any, by the digest of their content
     names: dict[str, str] = {}
+    rewards = [sample.reward or 0.0 for _, results in (first, second) for row in results.values() for sample in row]
+    least = min([0.0, *rewards])
     for run, results in (first, second):
-        by_prompt = scores(results, success_threshold=success_threshold)
+        by_prompt = scores(results, success_threshold=success_threshold, least=least)
         scored.append({run.prompts[prompt]: row for prompt, row in by_prompt.items() if row})
         names = {**{content: prompt for prompt, content in run.prompts.items()}, **names}
     common = [content for content in scored[0] if content in scored[1]]
     if not common:
         raise ValueError("the evaluations have no prompt with scored samples in common")
     least, most = reward_scale([score.reward for score in row] for one in scored for row in one.values())
-    successes, rewards = (
+    successes, means = (
         [
             np.array([float(np.mean([getattr(score, name) for score in one[content]])) for content in common])
             for one in scored
@@ -514,7 +518,7 @@ def compare(
         for name in ("is_success", "reward")
     )
     differences = []
-    for name, (a, b) in (("pass@1", successes), ("mean reward", rewards)):
+    for name, (a, b) in (("pass@1", successes), ("mean reward", means)):
         difference = b - a
         reach = 1.0 if name == "pass@1" else most - least
         differences.append(
@@ -538,7 +542,7 @@ def compare(
         differences=tuple(differences),
         tasks=tuple(
             TaskDifference(names[content], *map(float, numbers))
-            for content, *numbers in zip(common, *rewards, *successes, strict=True)
+            for content, *numbers in zip(common, *means, *successes, strict=True)
         ),
         ends={name: (counts[0][name], counts[1][name]) for name in {**counts[0], **counts[1]}},
         configuration=_configuration(first, second),

@@ -1516,6 +1516,14 @@ def test_errors_count_as_wrong_in_a_comparison():
     assert (one.first, one.second, one.worse) == (1.0, 0.5, 1)
 
 
+def test_an_error_counts_alike_in_both_evaluations():
+    """It had the lowest reward of its own evaluation."""
+    errored = {"b": [None], "c": [None]}
+    first, second = (evaluation({"a": [reward], **errored}, errored=errored) for reward in (-1.0, 0.0))
+    told = compare(first, second)
+    assert [(one.first_reward, one.second_reward) for one in told.tasks] == [(-1.0, 0.0), (-1.0, -1.0), (-1.0, -1.0)]
+
+
 def test_pairing_finds_a_small_gain():
     rng = np.random.default_rng(0)
     skills = rng.uniform(0, 0.9, size=100)
