@@ -63,8 +63,10 @@ def answer_of(sample: EvalSample) -> str | None:
     info = {} if sample.step_result.reward is None else sample.step_result.reward.info
     if info.get("verdict") in _NO_ANSWER:
         return None
-    if info.get("verdict") == "correct" and isinstance(info.get("ground_truth"), str):
-        return _key_of(info["ground_truth"])
+    truths = info.get("ground_truth")
+    truth = truths[0] if isinstance(truths, list) and truths else truths  # several answers may be right
+    if info.get("verdict") == "correct" and isinstance(truth, str):
+        return _key_of(truth)
     for name in ("extracted", "answer"):
         if info.get(name) is not None:
             return _key_of(str(info[name]))

@@ -1295,6 +1295,8 @@ def test_answers_with_equal_values_vote_together():
     metrics = standard_metrics({"a": [*right, *wrong]}, n_samples_per_prompt=5)
     assert (metrics["pass@1"], metrics["majority@5"]) == (0.6, 1.0)
     assert standard_metrics({"a": [right[0], *wrong]}, n_samples_per_prompt=3)["majority@3"] == 0.0
+    either = [judged(text, 1.0, verdict="correct", ground_truth=["1/2", "2"]) for text in ("0.5", "2", "1/2")]
+    assert standard_metrics({"a": [*either, *wrong]}, n_samples_per_prompt=5)["majority@5"] == 1.0
 
 
 @pytest.mark.parametrize(
