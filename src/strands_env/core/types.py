@@ -41,7 +41,7 @@ class Action(BaseModel):
     Attributes:
         message: The prompt: a string, one message, or a list of messages whose last one is the user's. Messages are in
             Strands' form or OpenAI's (system, user, assistant and tool roles, tool calls, and images as base64 data
-            URLs). Content that is not supported is an error when the step starts.
+            URLs). Content that is not supported is an error when the step starts, and in a file when it is loaded.
         task_context: Data of the task besides its message.
 
     Examples:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from ..core.environment import read_conversation
 from ..core.types import Action, TaskContext
 
 QUESTION_FIELDS = ("question", "problem", "prompt", "input", "message")
@@ -243,6 +244,7 @@ def _actions(
             if not isinstance(row, Mapping):
                 raise TaskError("not an object")
             action = _action(row, fields, needs_answer, read_answer)
+            read_conversation(action)
             if check_truth is not None:
                 check_truth(action.task_context.ground_truth)
         except ValueError as error:

@@ -15,6 +15,7 @@ import anyio
 from strands_sglang import OUTCOMES, SGLangClientError, TerminationReason, Trajectory, termination_reason
 
 from ..core import Action, Environment, Observation, StepResult
+from ..core.environment import read_conversation
 from ..core.identity import describe
 from ..core.supervision import maybe_await
 from .checkpoint import Prompt, with_finite_reward
@@ -143,7 +144,12 @@ class Episodes:
             return with_finite_reward(await env.step(action)), is_judged, identity
         except (Exception, SystemExit) as error:
             logger.warning("an episode failed", exc_info=True)
-            return failed(error), is_judged, identity
+            result = failed(error)
+            try:
+                read_conversation(action)
+            except ValueError:  # an invalid task: the model was not called
+                result.observation.metrics["model_calls"] = 0
+            return result, is_judged, identity
 
     async def _make(self, action: Action) -> Environment:
         env: Environment = await maybe_await(self.env_factory(action))

@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from strands_env.core import (
     Action,
+    Environment,
     Observation,
     RewardResult,
     StepResult,
@@ -66,7 +67,7 @@ from strands_env.eval.metrics import (
 )
 from strands_sglang import SGLangConnectionError
 from support.agents import idle_for
-from support.environments import StubEnvironment, lines, sample, step_result, tasks
+from support.environments import Contains, StubEnvironment, lines, sample, step_result, tasks
 
 # === benchmarks ===
 
@@ -110,6 +111,7 @@ def test_fields_can_be_named_and_others_are_kept(tmp_path):
         ({"question": "?", "answer": None}, "line 2: the answer is empty"),
         ({"question": 7, "answer": "2"}, "line 2: question must be a string"),
         (["question"], "line 2: not an object"),
+        ({"question": [{"role": "assistant", "content": "2"}], "answer": "2"}, "line 2: the last message .* role user"),
     ],
 )
 def test_invalid_row_is_refused_with_its_line(tmp_path, row, told):
@@ -862,6 +864,16 @@ async def test_sample_without_an_environment_is_dropped():
     run = Evaluator(factory, show_progress=False)
     metrics = run.compute_metrics(await run.run(tasks(2)))
     assert (metrics["dropped_samples"], metrics["errored_samples"]) == (2, 0)
+
+
+async def test_sample_of_an_invalid_task_is_dropped():
+    """It counted as a wrong answer, although the model was not called."""
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    evaluator = Evaluator(lambda action: Environment(lambda: None, Contains()))
+    results = await evaluator.run([Action(message=chat)])
+    [[lost]] = results.values()
+    assert not lost.is_finished and not lost.is_errored and "role user" in lost.step_result.error
+    assert evaluator.compute_metrics(results)["dropped_samples"] == 1.0
 
 
 async def test_sample_without_an_identity_is_dropped(tmp_path):
