@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .records import Episode, Group
+from .records import Episode, Group, TurnRecord
 
 KINDS = {
     "trajectory": "a trajectory (.safetensors), or a folder of them",
@@ -58,12 +58,18 @@ def read(paths: Iterable[str | os.PathLike[str]], *, tokenizer: str | None = Non
 
 def _drop_what_cannot_be(episode: Episode) -> None:
     """Note facts of a wrong type and columns of a wrong length, and leave them out."""
-    for name, kinds in _FACTS.items():
-        value = getattr(episode, name)
-        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
-            episode.problems.append(("structure", f"its {name} is {value!r:.60}"))
-            setattr(episode, name, None)
+    episode.problems += _wrong_facts(episode, _FACTS, "its")
     for turn in episode.turns:
+        episode.problems += _wrong_facts(turn, _TURN_FACTS, f"turn {turn.number}: its")
+        versions = turn.sampled.versions
+        if not all(_is(place, int) for _, *places in versions for place in places):
+            episode.problems.append(("structure", f"turn {turn.number}: its versions are {versions!r:.60}"))
+            turn.sampled.versions = ()
+        for name in ("said", "answered"):
+            parts = getattr(turn, name)
+            if not all(isinstance(text, str) for part in parts for text in part):
+                episode.problems.append(("structure", f"turn {turn.number}: not all that it {name} is text"))
+                setattr(turn, name, ())
         for tokens in (turn.prompt, turn.sampled):
             for name in ("logprobs", "sampling_logprobs", "entropy", "kept_counts"):
                 values = getattr(tokens, name)
@@ -73,13 +79,36 @@ def _drop_what_cannot_be(episode: Episode) -> None:
                     setattr(tokens, name, None)
 
 
+def _wrong_facts(one: Episode | TurnRecord, facts: Mapping[str, Any], whose: str) -> list[tuple[str, str]]:
+    wrong = []
+    for name, kinds in facts.items():
+        value = getattr(one, name)
+        if value is not None and not _is(value, kinds):
+            wrong.append(("structure", f"{whose} {name} is {value!r:.60}"))
+            setattr(one, name, getattr(type(one), name))  # the default
+    return wrong
+
+
+def _is(value: Any, kinds: Any) -> bool:
+    if isinstance(value, bool):
+        return kinds is bool
+    return isinstance(value, kinds) and not (isinstance(value, int) and value.bit_length() > 64)
+
+
+_NUMBER = (int, float)
 _FACTS: dict[str, type | tuple[type, ...]] = {
     "outcome": str,
-    "reward": (int, float),
+    "reward": _NUMBER,
     "reward_error": str,
     "error": str,
     "left_out": str,
-    "seconds": (int, float),
+    "seconds": _NUMBER,
+}
+_TURN_FACTS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("reason", "note", "failure", "agent", "cycle", "finish", "text"), str),
+    **dict.fromkeys(("is_auxiliary", "is_constrained", "clamped"), bool),
+    **dict.fromkeys(("prompt_tokens", "cached_tokens"), int),
+    **dict.fromkeys(("seconds", "reward"), _NUMBER),
 }
 
 

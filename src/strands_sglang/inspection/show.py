@@ -144,7 +144,8 @@ def _labels(episode: Episode, turn: TurnRecord, color: str) -> list[str]:
     if color == "version":
         versions = ["-"] * (prompt + count)
         for version, start, stop in turn.sampled.versions:
-            versions[prompt + start : prompt + stop] = [visible(version)] * (stop - start)
+            start, stop = max(0, start), min(stop, count)
+            versions[prompt + start : prompt + stop] = [visible(str(version))] * (stop - start)
         return versions
     if color not in ("mask", "advantage"):
         return []

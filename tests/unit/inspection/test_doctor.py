@@ -16,7 +16,9 @@ from strands_sglang import SGLangModel, credit
 from strands_sglang.cli import main
 from strands_sglang.inspection.doctor import KINDS, findings
 from strands_sglang.inspection.reading import UnreadableError, read
+from strands_sglang.inspection.show import COLORS, episode_lines
 from strands_sglang.testing import ScriptedExperts, ScriptedSGLang
+from strands_sglang.viewer import render
 from support import specimens
 from support.agents import make_agent
 from support.histories import PLANS, Player
@@ -706,10 +708,38 @@ def test_no_damage_to_a_file_is_an_exception(healthy, tmp_path):
         else:
             folder.edit(lambda tensors, facts: broken(facts, folder.random), name)  # noqa: B023
         try:
-            findings(read([folder.path]))
+            groups = read([folder.path])
+            render(groups, findings(groups))
+            for color in COLORS:
+                list(episode_lines(groups, color=color))
         except UnreadableError as error:
             assert "\n" not in str(error)
         (folder.path / name).write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("parent_kept", 2**31),
+        ("constrained", math.nan),
+        ("note", [[]]),
+        ("latency_s", []),
+        ("weight_versions", [["3", 0.5, 2**40]]),
+    ],
+)
+def test_a_wrong_value_is_a_finding_and_left_out(healthy, tmp_path, name, value):
+    shutil.copytree(healthy, tmp_path / "step")
+    folder = Folder(tmp_path / "step", 0)
+
+    def plant(tensors, facts):
+        turn = facts["turns"][1]
+        (turn if name in turn else turn["answer"])[name] = value
+
+    folder.edit_trajectory(plant)
+    groups = read([folder.path])
+    found = findings(groups)
+    assert [one.kind for one in found if "turn 1" in one.why] == ["structure"]
+    render(groups, found)
 
 
 def test_any_text_and_number_of_a_call_keeps_its_seal(rollout, tmp_path):

@@ -210,7 +210,7 @@ def _restored(episode: Episode, turn: TurnRecord, recorded: Any, was: Mapping[st
 
     for name in ("constrained", "is_auxiliary"):
         if fits(**{name: not getattr(recorded, name)}):
-            now, word = getattr(recorded, name), name.removeprefix("is_")
+            now, word = bool(getattr(recorded, name)), name.removeprefix("is_")
             kind = "not-trained" if now else "mask-off-policy"
             yield kind, f"it was recorded as {'not ' * now}{word}, and is now {'not ' * (not now)}{word}"
     if fits(clamped=not recorded.clamped):

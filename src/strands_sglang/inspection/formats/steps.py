@@ -76,6 +76,8 @@ def _groups(folder: Path, tensors: Mapping[str, Any], description: Mapping[str, 
     for number, facts in enumerate(description["rows"]):
         by_episode.setdefault(facts["episode"], []).append(number)
     names = list(dict.fromkeys([*known, *by_episode, *description["left_out"]]))
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError("the id of an episode is not a string")
     groups: dict[str, Group] = {}
     vocabulary: dict[int, bytes] = {}
     files = {path.stem for path in (folder / "trajectories").glob("*.safetensors")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,12 @@ def episode_of(trajectory: Trajectory, name: str, *, file: str = "") -> Episode:
     turns = trajectory.turns
     positions = {id(turn): position for position, turn in enumerate(turns)}
     episode = Episode(name, [turn_record(turn, positions) for turn in turns], [], file=file)
+    for turn in episode.turns:
+        most = 0 if turn.parent is None else len(episode.turns[turn.parent].sampled)
+        if turn.kept is not None and not 0 <= turn.kept <= most:
+            why = f"turn {turn.number} keeps {turn.kept} of the {most} tokens that the turn before it sampled"
+            episode.problems.append(("structure", why))
+            turn.kept = None
     episode.facts["is_changed"] = trajectory.is_changed
     if trajectory.pieces:
         episode.facts["pieces"] = trajectory.pieces
@@ -112,7 +119,7 @@ def turn_record(turn: Turn, positions: Mapping[int, int]) -> TurnRecord:
     if turn.parent is not None:
         branching = Branching.FORKS if turn.reason.startswith("forks") else Branching.EXTENDS
     return TurnRecord(
-        number=turn.index,
+        number=index(turn.index),
         prompt=prompt,
         sampled=sampled,
         parent=None if turn.parent is None else positions[id(turn.parent)],
