@@ -1,5 +1,7 @@
 """What is read from recorded episodes of every kind."""
 
+import json
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -8,11 +10,12 @@ from strands_env.core import Action, Environment, TaskContext
 from strands_env.core.models import sglang_model_factory
 from strands_env.eval import Evaluator
 from strands_sglang import credit
+from strands_sglang.inspection.doctor import findings
 from strands_sglang.inspection.reading import UnreadableError, read
 from strands_sglang.inspection.records import Writer
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call, make_agent
-from support.environments import Gives
+from support.environments import Gives, StubEnvironment, tasks
 
 
 def test_a_trajectory_is_read_with_its_turns_and_sequences(rollout, tmp_path):
@@ -105,6 +108,15 @@ async def test_an_evaluation_is_read_by_prompt(tmp_path, chatml_tokenizer):
         assert (episode.reward, episode.outcome) == (0.5, "task_complete")
         assert [part.text for part in episode.said] == ["What is 2+2?", "four"]
         assert episode.turns[0].text.startswith("four")
+
+
+@pytest.mark.parametrize("is_errored", [True, False])
+async def test_an_errored_sample_may_be_tried_again(tmp_path, is_errored):
+    await Evaluator(StubEnvironment().factory, output_path=tmp_path).run(tasks(1))
+    results = tmp_path / "results.jsonl"
+    first = {**json.loads(results.read_bytes()), "is_errored": is_errored}
+    results.write_bytes(json.dumps(first).encode() + b"\n" + results.read_bytes())
+    assert bool(findings(read([tmp_path]))) != is_errored
 
 
 def test_a_rollout_dump_of_slime_is_read(tmp_path):

@@ -51,7 +51,8 @@ def read_evaluation(results: Path) -> list[Group]:
     for file in (failures, results):
         if file.exists():
             for own in _records(file):
-                if records.get(own["key"], (None,))[0] == file == results:
+                known_file, known = records.get(own["key"], (None, {}))
+                if known_file == file == results and not known.get("is_errored"):  # else it was tried again
                     twice.add(own["key"])
                 records[own["key"]] = (file, own)
     vocabulary: dict[int, bytes] = {}
