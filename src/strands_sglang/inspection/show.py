@@ -49,6 +49,8 @@ def episode_lines(
     group, first = found[0]
     answered = [one for one in first.turns if len(one.sampled)] or first.turns
     chosen = [one for one in first.turns if one.number == turn] if turn is not None else answered[-1:]
+    if not chosen and turn is None:
+        return
     if not chosen:
         numbers = ", ".join(str(one.number) for one in first.turns[:20])
         raise UnreadableError(f"--turn {turn}: episode {first.id} has no such turn; its turns are {numbers or 'none'}")

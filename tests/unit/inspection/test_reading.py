@@ -10,6 +10,7 @@ from strands_env.core import Action, Environment, TaskContext
 from strands_env.core.models import sglang_model_factory
 from strands_env.eval import Evaluator
 from strands_sglang import credit
+from strands_sglang.cli import main
 from strands_sglang.inspection.doctor import findings
 from strands_sglang.inspection.reading import UnreadableError, read
 from strands_sglang.inspection.records import Writer
@@ -108,6 +109,13 @@ async def test_an_evaluation_is_read_by_prompt(tmp_path, chatml_tokenizer):
         assert (episode.reward, episode.outcome) == (0.5, "task_complete")
         assert [part.text for part in episode.said] == ["What is 2+2?", "four"]
         assert episode.turns[0].text.startswith("four")
+
+
+async def test_an_evaluation_without_trajectories_is_shown(tmp_path, capsys):
+    await Evaluator(StubEnvironment().factory, output_path=tmp_path).run(tasks(1))
+    assert main(["show", str(tmp_path)]) == 0
+    assert "reward 1, " in capsys.readouterr().out
+    assert main(["show", str(tmp_path), "--turn", "0"]) == 2
 
 
 @pytest.mark.parametrize("is_errored", [True, False])
