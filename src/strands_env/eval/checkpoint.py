@@ -517,6 +517,7 @@ class ResultsReader:
         file = results_file(path)
         self._files = {side_file(file, ".failures.jsonl"): False, file: True}
         self._ends = dict.fromkeys(self._files, 0)
+        self._last: dict[Path, tuple[Place, bytes]] = {}  # the last complete record of each
         self._samples: dict[Path, dict[str, EvalSample]] = {one: {} for one in self._files}
         self._run: Run | None = None
 
@@ -524,7 +525,7 @@ class ResultsReader:
     def state(self) -> Any:
         """Something that equals an earlier state if nothing was added since."""
         counts = [len(samples) for samples in self._samples.values()]
-        return (*self._ends.values(), *counts, id(self._run))
+        return (*self._last.values(), *counts, id(self._run))
 
     def read(self) -> tuple[Run, Results]:
         """Read what was added, and return the whole, as `read_results` does.
@@ -537,8 +538,7 @@ class ResultsReader:
             self._run = run
         run = self._run
         for file, is_finished in self._files.items():
-            if file.exists():
-                self._read_file(file, is_finished)
+            self._read_file(file, is_finished)
         results: Results = {prompt: [] for prompt in run.prompts}
         failed, finished = self._samples.values()
         for key, (prompt, _) in run.sample_keys.items():
@@ -549,9 +549,13 @@ class ResultsReader:
         return run, results
 
     def _read_file(self, file: Path, is_finished: bool) -> None:
-        if file.stat().st_size < self._ends[file]:  # another evaluation has replaced it
+        if not self._is_continued(file):  # another evaluation has replaced it
             self._ends[file] = 0
             self._samples[file].clear()
+            del self._last[file]
+        if not file.exists():
+            return
+        last: Place | None = None
         for place, record in read_records(file, self._ends[file]):
             try:
                 sample = EvalSample.from_record(record, is_finished=is_finished)
@@ -561,6 +565,19 @@ class ResultsReader:
             self._samples[file][sample.key] = sample
             if place.is_complete:  # else its newline will follow
                 self._ends[file] = place.start + place.length
+                last = place
+        if last is not None:
+            self._last[file] = (last, _read_line(last))
+
+    def _is_continued(self, file: Path) -> bool:
+        """Whether a file still has the last record that was read; neither its size nor its inode tells."""
+        if file not in self._last:
+            return True
+        place, line = self._last[file]
+        try:
+            return _read_line(place) == line
+        except OSError:
+            return False
 
 
 def _samples(path: Path, run: Run) -> dict[str, EvalSample | None]:
@@ -823,13 +840,17 @@ def read_record(place: Place) -> dict[str, Any]:
         CheckpointError: The record is no longer there.
     """
     try:
-        with open(place.path, "rb") as file:
-            file.seek(place.start)
-            return _record_of(file.read(place.length))
+        return _record_of(_read_line(place))
     except OSError as error:
         raise CheckpointError(f"{place.path}: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{place.path} has changed: there is no record at byte {place.start}") from error
+
+
+def _read_line(place: Place) -> bytes:
+    with open(place.path, "rb") as file:
+        file.seek(place.start)
+        return file.read(place.length)
 
 
 def _record_of(line: bytes) -> dict[str, Any]:

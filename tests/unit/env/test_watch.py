@@ -64,6 +64,23 @@ def test_samples_of_a_larger_run_are_seen(tmp_path):
     assert sum(map(len, reader.read()[1].values())) == 6
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_folder_that_was_started_afresh_is_read_afresh(tmp_path, count):
+    def run(outcomes):
+        results = iter(outcomes * 3)
+        play = StubEnvironment(lambda action: next(results)).factory
+        asyncio.run(Evaluator(play, output_path=tmp_path / "out").run(tasks(len(outcomes) * 3)))
+
+    lost = step_result(None, reason="infrastructure_error")
+    run([step_result(0.0), lost])
+    reader = ResultsReader(tmp_path / "out")
+    reader.read()
+    before = reader.state
+    shutil.rmtree(tmp_path / "out")
+    run([step_result(1.0, "a longer answer"), step_result(1.0)] * count)
+    assert reader.read() == read_results(tmp_path / "out") and reader.state != before
+
+
 def test_a_damaged_line_is_an_error_with_its_place(written, tmp_path, capsys):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     reader = ResultsReader(tmp_path)
