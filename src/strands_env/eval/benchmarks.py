@@ -436,11 +436,11 @@ def _rows_of_folder(folder: Path, split: str | None) -> Iterator[tuple[str, Any]
             yield f"{file.relative_to(folder)}, {place}", row
 
 
-def _opened(path: Path, encoding: str = "utf-8", newline: str | None = None) -> TextIO:
-    """Open a text file that may be compressed."""
+def _opened(path: Path, newline: str | None = None) -> TextIO:
+    """Open a text file that may be compressed, and may begin with a byte order mark."""
     if path.suffix == ".gz":
-        return cast(TextIO, gzip.open(path, "rt", encoding=encoding, newline=newline))
-    return path.open(encoding=encoding, newline=newline)
+        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8-sig", newline=newline))
+    return path.open(encoding="utf-8-sig", newline=newline)
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -475,7 +475,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         elif kind in (".jsonl", ".ndjson"):
             yield from _json_lines(path)
         elif kind in (".csv", ".tsv"):
-            with _opened(path, "utf-8-sig", "") as file:  # spreadsheets write a byte order mark
+            with _opened(path, "") as file:
                 reader = csv.DictReader(file, delimiter="," if kind == ".csv" else "\t", strict=True)
                 limit = csv.field_size_limit(1 << 30)
                 try:

@@ -267,6 +267,16 @@ def test_a_copy_of_a_benchmark_may_be_a_folder(tmp_path):
     assert [action.message for action in load_benchmark("gsm8k", folder)] == ["main/test.csv"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"), [("t.jsonl", "{}\n{}\n"), ("t.json", "[{}, {}]"), ("t.jsonl.gz", "{}\n{}")]
+)
+def test_a_byte_order_mark_is_no_part_of_json(tmp_path, name, content):
+    row = '{"question": "?", "answer": "1"}'
+    data = content.replace("{}", row).encode("utf-8-sig")
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert len(load_tasks(tmp_path / name)) == 2
+
+
 def test_json_list_is_read(tmp_path):
     (tmp_path / "t.json").write_text('[{"question": "?", "answer": "1"}]')
     assert len(load_tasks(tmp_path / "t.json")) == 1
