@@ -210,9 +210,9 @@ def _restored(episode: Episode, turn: TurnRecord, recorded: Any, was: Mapping[st
 
     for name in ("constrained", "is_auxiliary"):
         if fits(**{name: not getattr(recorded, name)}):
-            now, word = bool(getattr(recorded, name)), name.removeprefix("is_")
-            kind = "not-trained" if now else "mask-off-policy"
-            yield kind, f"it was recorded as {'not ' * now}{word}, and is now {'not ' * (not now)}{word}"
+            is_now, word = bool(getattr(recorded, name)), name.removeprefix("is_")
+            kind = "not-trained" if is_now else "mask-off-policy"
+            yield kind, f"it was recorded as {'not ' * is_now}{word}, and is now {'not ' * (not is_now)}{word}"
     if fits(clamped=not recorded.clamped):
         kind = "context-clamped" if recorded.clamped else "changed"
         yield kind, f"clamped is now {recorded.clamped}, and was recorded as {not recorded.clamped}"
