@@ -269,7 +269,7 @@ def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
@@ -614,7 +614,7 @@ def track_run(arguments: argparse.Namespace) -> int:
             _, rows = read_steps(folder / "metrics.csv")
             numbers = [row.pop("step", math.nan) for row in rows]
             steps = [
-                (int(at) if math.isfinite(at) else n, row)
+                (int(at) if abs(at) < 2**63 else n, row)
                 for n, (at, row) in enumerate(zip(numbers, rows, strict=True), 1)
             ]
         place = (folder if folder.is_dir() else folder.parent) / "tensorboard"

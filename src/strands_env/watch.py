@@ -27,7 +27,7 @@ from rich.text import Text
 from strands_sglang.credit import RowsFileError, TrainingRows
 from strands_sglang.terminal import visible
 
-from .eval.checkpoint import EvalSample, ResultsReader, results_file, side_file
+from .eval.checkpoint import CheckpointError, EvalSample, ResultsReader, results_file, side_file
 from .eval.metrics import end_lines, metric_lines, standard_metrics, wrapped
 
 WINDOW_S = 300.0
@@ -196,7 +196,7 @@ def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[
 
 def duration(seconds: float) -> str:
     """Format a time, such as `1 h 05 min`."""
-    if seconds < 60:
+    if seconds < 60 or not math.isfinite(seconds):
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
@@ -243,7 +243,7 @@ class TrainingView:
     def _total(self) -> int | None:
         try:
             steps = json.loads((self._folder / "settings.json").read_text(encoding="utf-8"))["steps"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return steps if isinstance(steps, int) and steps > 0 else None
 
@@ -289,6 +289,9 @@ def read_steps(path: Path) -> tuple[list[str], list[dict[str, float]]]:
 
     Returns:
         The names of the columns, and the steps.
+
+    Raises:
+        CheckpointError: The file is damaged.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -296,8 +299,12 @@ def read_steps(path: Path) -> tuple[list[str], list[dict[str, float]]]:
         return [], []
     whole = text[: text.rfind("\n") + 1]
     reader = csv.DictReader(io.StringIO(whole))
-    names = [name for name in reader.fieldnames or () if name]
-    return names, [{name: _number(row.get(name)) for name in names} for row in reader if None not in row]
+    try:
+        names = [name for name in reader.fieldnames or () if name]
+        steps = [{name: _number(row.get(name)) for name in names} for row in reader if None not in row]
+    except csv.Error as error:
+        raise CheckpointError(f"{path}: not CSV: {error}") from error
+    return names, steps
 
 
 def _number(text: str | None) -> float:
@@ -332,7 +339,8 @@ def spark(values: Sequence[float]) -> str:
     if not finite:
         return ""
     low, high = min(finite), max(finite)
-    step = (high - low) or 1.0
+    step = (high / 2 - low / 2) or 1.0  # halves, since the difference of large numbers is infinite
     return "".join(
-        _BARS[round((value - low) / step * (len(_BARS) - 1))] if math.isfinite(value) else " " for value in values
+        _BARS[round((value / 2 - low / 2) / step * (len(_BARS) - 1))] if math.isfinite(value) else " "
+        for value in values
     )

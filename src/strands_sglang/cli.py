@@ -304,7 +304,7 @@ def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text} is not a JSON object")

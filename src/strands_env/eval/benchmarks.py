@@ -464,6 +464,8 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
                 content = file.read()
             try:
                 listed = json.loads(content)
+            except RecursionError as error:
+                raise TaskError(f"{path}: not JSON: {error}") from error
             except json.JSONDecodeError:
                 if not re.match(r"\s*\{.*\}\s*?\n\s*\{", content):
                     raise
@@ -510,7 +512,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 yield f"line {number}", json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise TaskError(f"{path}, line {number}: not JSON: {error}") from error
 
 

@@ -478,7 +478,17 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         content = decode(file.read_bytes())
         if content["format"] != FORMAT:
             raise CheckpointError(f"{file}: this release reads the format {FORMAT!r}, not {content['format']!r}")
-        return Run(content["benchmark"], content["config"], content["n_samples_per_prompt"], content["prompts"])
+        run = Run(content["benchmark"], content["config"], content["n_samples_per_prompt"], content["prompts"])
+        if not (
+            isinstance(run.benchmark, str)
+            and isinstance(run.config, dict)
+            and type(run.n_samples_per_prompt) is int
+            and run.n_samples_per_prompt >= 1
+            and isinstance(run.prompts, dict)
+            and all(isinstance(content, str) for content in run.prompts.values())
+        ):
+            raise ValueError("a value cannot be right")
+        return run
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no results of an evaluation ({file.name} is missing)") from error
     except OSError as error:
@@ -923,7 +933,10 @@ def decode(line: bytes) -> Any:
     try:
         return orjson.loads(line)
     except ValueError:
-        return json.loads(line)  # accepts escaped lone surrogates and large integers
+        try:
+            return json.loads(line)  # accepts escaped lone surrogates and large integers
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
 
 
 def digest(value: Any) -> str:

@@ -19,6 +19,7 @@ from hypothesis import given, settings, strategies as st
 
 from strands_env.cli import main
 from strands_env.eval import CheckpointError, Evaluator, read_results
+from strands_env.eval.benchmarks import TaskError, load_tasks
 from strands_env.eval.checkpoint import ResultsReader
 from strands_env.watch import EvaluationView, duration, open_run, pace_lines, read_steps, spark, step_table
 from strands_sglang.credit import TrainingRows
@@ -167,6 +168,58 @@ def test_a_terminal_may_lack_characters(tmp_path, monkeypatch):
             monkeypatch.setattr(sys, "stdout", screen)
             assert main([str(part) for part in command]) == 0
             assert rb"\u2581" in screen.buffer.getvalue() or rb"\u20ac" in screen.buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("table", "code"),
+    [
+        ("step,reward\n1," + "9" * 200_000, 2),
+        ("step,reward,seconds\n1,inf,-5\n2,nan,1e308\n3,1,1e308\n4,2,inf", 0),
+        ("step,reward\n1,1e308\n2,-1e308", 0),
+    ],
+)
+def test_no_table_of_steps_is_an_exception(tmp_path, capsys, table, code):
+    (tmp_path / "metrics.csv").write_text(f"{table}\n")
+    (tmp_path / "settings.json").write_text("[" * 100_000)
+    assert main(["watch", str(tmp_path)]) == code
+    assert len(capsys.readouterr().err.splitlines()) == (code != 0)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_samples_per_prompt": "3"},
+        {"n_samples_per_prompt": 0},
+        {"prompts": ["a"]},
+        {"prompts": {"a": 1}},
+        {"config": []},
+        {"benchmark": 1},
+        DEEP,
+    ],
+)
+def test_a_damaged_plan_is_one_line(written, tmp_path, capsys, change):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    plan = tmp_path / "results.run.json"
+    plan.write_text(change if change is DEEP else json.dumps({**json.loads(plan.read_bytes()), **change}))
+    for command in ("report", "watch"):
+        assert main([command, str(tmp_path)]) == 2
+        assert re.fullmatch(r"strands-env: .*results\.run\.json: damaged: .*\n", capsys.readouterr().err)
+
+
+def test_deep_nesting_is_one_line(written, tmp_path, capsys):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "results.jsonl").write_text('{"key":"x","a":' + DEEP + "]" * len(DEEP) + "}\n")
+    assert main(["report", str(tmp_path)]) == 2
+    (tmp_path / "c.json").write_text(DEEP)
+    assert main(["eval", "--config", str(tmp_path / "c.json")]) == 2
+    for name in ("c.json", "c.jsonl"):
+        (tmp_path / name).write_text(f"{DEEP}\n")
+        with pytest.raises(TaskError, match="not JSON"):
+            load_tasks(tmp_path / name)
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_folder_with_nothing_to_watch_is_an_error(tmp_path, capsys):
