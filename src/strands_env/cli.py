@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:  # in our own process; otherwise the collector keeps walking the same live episodes
         gc.set_threshold(10_000, 10, 10)
-    terminal.refuse_no_text()
+    terminal.accept_any_text()
     parser = build_parser()
     try:
         arguments = parser.parse_args(argv)

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments without the program's name; those of the process if None.
     """
-    terminal.refuse_no_text()
+    terminal.accept_any_text()
     try:
         arguments = build_parser().parse_args(argv)
     except SystemExit as ended:  # the parser has printed its help, or an error

@@ -57,7 +57,7 @@ def tell(line: str) -> None:
     _print(f"{_shown(without_credentials(line))}\n", sys.stderr)
 
 
-def refuse_no_text() -> None:
+def accept_any_text() -> None:
     """Let standard output write out what its encoding lacks, as standard error does."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # not a file, or a closed one
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
