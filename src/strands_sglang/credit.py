@@ -25,7 +25,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .json_values import plain
 from .outcomes import OUTCOMES, RewardRule, TerminationReason
 from .trajectory.storage import write_file
 from .trajectory.tokens import Segment, TokenManager
@@ -638,18 +637,17 @@ def training_rows(
         raise ValueError(f"discount={discount!r} is not from 0 to 1")
     if (max_staleness is None) != (version is None):
         raise ValueError("max_staleness and version belong together: pass both or neither")
-    settings = plain(  # numbers of NumPy and PyTorch become Python's, which a file can hold
-        {
-            "baseline": baseline,
-            "normalize_std": normalize_std,
-            "discount": discount,
-            "max_tokens": max_tokens,
-            "version": version,
-            "max_staleness": max_staleness,
-            "skip_flat_groups": skip_flat_groups,
-        },
-        "settings",
-    )
+    settings: dict[str, Any] = {
+        "baseline": baseline,
+        "normalize_std": normalize_std,
+        "discount": discount,
+        "max_tokens": max_tokens,
+        "version": version,
+        "max_staleness": max_staleness,
+        "skip_flat_groups": skip_flat_groups,
+    }
+    # Numbers of NumPy and PyTorch become Python's, which a file can hold.
+    settings = {name: value.item() if hasattr(value, "item") else value for name, value in settings.items()}
     discount, max_tokens = settings["discount"], settings["max_tokens"]
     version, max_staleness = settings["version"], settings["max_staleness"]
     batch = list(episodes)

@@ -559,30 +559,33 @@ class ResultsReader:
         return run, results
 
     def _read_file(self, file: Path, is_finished: bool) -> None:
-        if not self._is_continued(file):  # another evaluation has replaced it
+        if not self._is_continued(file):  # nothing was read, or another evaluation has replaced it
             self._ends[file] = 0
             self._samples[file].clear()
-            del self._last[file]
+            self._last.pop(file, None)
         if not file.exists():
             return
         last: Place | None = None
-        for place, record in read_records(file, self._ends[file]):
-            try:
-                sample = EvalSample.from_record(record, is_finished=is_finished)
-            except ValueError as error:
-                raise CheckpointError(f"{file}, byte {place.start}: damaged: {error}") from error
-            _leave_tokens(sample, place)
-            self._samples[file][sample.key] = sample
-            if place.is_complete:  # else its newline will follow
-                self._ends[file] = place.start + place.length
-                last = place
-        if last is not None:
-            self._last[file] = (last, _read_line(last))
+        try:
+            for place, record in read_records(file, self._ends[file]):
+                try:
+                    sample = EvalSample.from_record(record, is_finished=is_finished)
+                except ValueError as error:
+                    raise CheckpointError(f"{file}, byte {place.start}: damaged: {error}") from error
+                _leave_tokens(sample, place)
+                self._samples[file][sample.key] = sample
+                if place.is_complete:  # else its newline will follow
+                    self._ends[file] = place.start + place.length
+                    last = place
+        finally:
+            if last is not None:
+                with contextlib.suppress(OSError):  # it was removed meanwhile
+                    self._last[file] = (last, _read_line(last))
 
     def _is_continued(self, file: Path) -> bool:
         """Whether a file still has the last record that was read; neither its size nor its inode tells."""
         if file not in self._last:
-            return True
+            return False
         place, line = self._last[file]
         try:
             return _read_line(place) == line

@@ -147,7 +147,7 @@ class Episodes:
             result = failed(error)
             try:
                 read_conversation(action)
-            except ValueError:  # an invalid task: the model was not called
+            except Exception:  # an invalid task: the model was not called
                 result.observation.metrics["model_calls"] = 0
             return result, is_judged, identity
 

@@ -21,7 +21,7 @@ import socket
 import ssl
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -266,21 +266,33 @@ class LoopSession:
     async def close(self, grace: float) -> None:
         """Abort all flights, wait up to `grace` seconds for their responses, and close the connections.
 
-        All flights end, also if the caller is cancelled.
+        A caller that is cancelled meanwhile still waits: no flight is left, and every abort is sent.
         """
         self.closed = True
         if not self.closing.done():
             self.closing.set_result(None)
+        ending = self._loop.create_task(self._end(tuple(self.flights.values()), grace))
+        cancelled: asyncio.CancelledError | None = None
         with anyio.CancelScope(shield=True):
-            try:
-                await asyncio.gather(*(self.recall(flight, grace) for flight in tuple(self.flights.values())))
-                aborts = [task for key, task in self._tasks.items() if key[0] == "abort"]
-                if aborts:  # a short grace limits the wait for responses, not for aborts
-                    await asyncio.wait(aborts, timeout=ABORT_TIMEOUT_S)
-            finally:
-                for flight in self.flights.values():  # another transport than ours may not end them
-                    flight.answer.cancel()
-                await self._guard.aclose()
+            while not ending.done():
+                try:
+                    await asyncio.wait({ending})
+                except asyncio.CancelledError as error:
+                    cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        ending.result()
+
+    async def _end(self, flights: Sequence[Flight], grace: float) -> None:
+        try:
+            await asyncio.gather(*(self.recall(flight, grace) for flight in flights))
+            aborts = [task for key, task in self._tasks.items() if key[0] == "abort"]
+            if aborts:  # a short grace limits the wait for responses, not for aborts
+                await asyncio.wait(aborts, timeout=ABORT_TIMEOUT_S)
+        finally:
+            for flight in self.flights.values():  # another transport than ours may not end them
+                flight.answer.cancel()
+            await self._guard.aclose()
 
     def drop(self) -> None:
         """Drop the connections of a loop that no longer runs."""

@@ -826,6 +826,7 @@ async def test_closing_ends_requests_that_a_transport_keeps():
 async def test_a_cancelled_close_ends_the_calls_of_all_event_loops(is_shielded):
     async def respond(request):
         if request.url.path == "/abort_request":
+            aborted.add(json.loads(request.content)["rid"])
             return httpx.Response(200)
         arrived.release()
         return await asyncio.get_running_loop().create_future()
@@ -834,7 +835,7 @@ async def test_a_cancelled_close_ends_the_calls_of_all_event_loops(is_shielded):
         with pytest.raises(SGLangConnectionError, match="closed"):
             await asyncio.wait_for(client.generate([1]), 10.0)
 
-    arrived = threading.Semaphore(0)
+    arrived, aborted = threading.Semaphore(0), set()
     client = SGLangClient(BASE_URL, transport=httpx.MockTransport(respond), abort_grace=0.01)
     calls = [asyncio.create_task(call())]
     await asyncio.to_thread(arrived.acquire)
@@ -852,6 +853,7 @@ async def test_a_cancelled_close_ends_the_calls_of_all_event_loops(is_shielded):
             await closing
     await asyncio.gather(*calls)
     await client.close()
+    assert len(aborted) == 2
 
 
 async def test_closing_ends_the_wait_for_a_retry():

@@ -140,7 +140,8 @@ class _Grader:
                 is_about_relations = any(isinstance(item, Relation) for item in ones)
                 if is_about_relations and "or" in (truth.how, answer.how) and truth.how != answer.how:
                     return False
-                if len(truth.names()) > 1 and not any(isinstance(item, Named | Relation) for item in others):
+                is_ordered = len(truth.names()) > 1 and truth.how != "or"
+                if is_ordered and not any(isinstance(item, Named | Relation) for item in others):
                     return self._in_order(ones, others)  # x = 1, y = 2 is 1, 2 and not 2, 1
                 return self._matched(ones, others)
             case Bracketed(left, items, right), Bracketed(other_left, others, other_right):

@@ -107,8 +107,8 @@ class Several:
     how: str = ","
 
     def names(self) -> set[str]:
-        """Return the different names of the values."""
-        return {item.name for item in self.items if isinstance(item, Named)}
+        """Return the different names of the values; those of indexed ones, such as `x_1` and `x_2`, are the same."""
+        return {item.name.partition("_")[0] for item in self.items if isinstance(item, Named)}
 
 
 @dataclass(frozen=True)
@@ -546,6 +546,9 @@ _DOUBT = re.compile(
     r"|\W*(?:or|alternatively|maybe|perhaps|possibly)\b|.*\botherwise\b",
     re.IGNORECASE,
 )
+_REFUTED = re.compile(
+    r"\b(?:or|not|no|never|cannot|but|wrong|false|incorrect|impossible|contradiction)\b|n't\b", re.IGNORECASE
+)
 MAX_PHRASE_CHARS = 400
 MAX_ANSWER_WORDS = 4
 
@@ -602,7 +605,8 @@ def _answer(text: str, words: int) -> str | None:
     if _is_prose(value, words):
         return None
     before = _REASON.split(text, maxsplit=1)[0]
-    is_doubted = _DOUBT.match(text[len(before) :]) or re.search(r"\b(?:or|and)$", before)  # 425, or so
+    reason = text[len(before) :]
+    is_doubted = _DOUBT.match(reason) or _REFUTED.search(reason) or re.search(r"\b(?:or|and)$", before)  # 425, or so
     if is_doubted or not isinstance(value, Several) or not any(isinstance(item, Text) for item in value.items):
         return text
     return text if before == text else _answer(before, words) or text
