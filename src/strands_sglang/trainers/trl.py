@@ -180,7 +180,7 @@ def _at_last(step: Callable[[], None]) -> Iterator[None]:
         try:
             step()
         except (httpx.HTTPError, SGLangHTTPError) as error:
-            logger.warning("error=<%s> | a server may not have ended the failed update", error)
+            logger.warning("error=<%s> | a server may still be paused or updating", error)
         raise
     step()
 

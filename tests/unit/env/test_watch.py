@@ -1,6 +1,7 @@
 """The live view of evaluations and training runs."""
 
 import asyncio
+import contextlib
 import io
 import json
 import math
@@ -93,6 +94,20 @@ def test_a_damaged_line_is_an_error_with_its_place(written, tmp_path, capsys):
         reader.read()
     assert main(["watch", str(tmp_path)]) == 2
     assert "damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", [b"{broken\n", b""], ids=["damaged", "not complete"])
+def test_what_replaces_a_file_that_was_not_read_to_its_end_is_read_whole(end, written, tmp_path):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "results.jsonl"
+    whole = file.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    file.write_bytes(lines[0] + end if end else lines[0].rstrip(b"\n"))
+    reader = ResultsReader(tmp_path)
+    with contextlib.suppress(CheckpointError):
+        reader.read()
+    file.write_bytes(b"".join(lines[1:]))
+    assert reader.read() == read_results(tmp_path)
 
 
 # --- what it shows ---
