@@ -290,7 +290,8 @@ def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> t
     position = 0
 
     def add(kind: SpanKind, start: int, end: int) -> None:
-        if start < end:
+        is_first_reasoning = kind is SpanKind.REASONING and (not spans or spans[-1].kind is not kind)
+        if start < end or is_first_reasoning:
             spans.append(Span(kind, start, end))
 
     def reason(start: int) -> int:
@@ -298,7 +299,7 @@ def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> t
         nonlocal unclosed
         close = turn.find(MarkKind.THINK_END, start)
         unclosed = close is None
-        spans.append(Span(SpanKind.REASONING, start, len(text) if close is None else close.start))
+        add(SpanKind.REASONING, start, len(text) if close is None else close.start)
         return len(text) if close is None else close.end
 
     if reasoning_open:
@@ -327,7 +328,9 @@ def take_apart(turn: MarkedText, read_call: ReadCall, reasoning_open: bool) -> t
             position = reason(mark.end)
             continue
         if mark.kind is MarkKind.THINK_END:
-            drafts, spans[settled:] = spans[settled:] or [Span(SpanKind.REASONING, mark.start, mark.start)], []
+            drafts, spans[settled:] = spans[settled:], []
+            if not drafts:
+                add(SpanKind.REASONING, mark.start, mark.start)
             for span in drafts:  # they turn out to be reasoning; join adjacent ones
                 touches = len(spans) > settled and spans[-1].end == span.start
                 start = spans.pop().start if touches else span.start
