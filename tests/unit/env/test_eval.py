@@ -1541,7 +1541,7 @@ def test_errors_count_as_wrong_in_a_comparison():
 
 
 def test_an_error_counts_alike_in_both_evaluations():
-    """It had the lowest reward of its own evaluation."""
+    """An errored sample has the same reward in both, whatever else each evaluation holds."""
     errored = {"b": [None], "c": [None]}
     first, second = (evaluation({"a": [reward], **errored}, errored=errored) for reward in (-1.0, 0.0))
     told = compare(first, second)

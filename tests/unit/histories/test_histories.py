@@ -1458,7 +1458,7 @@ async def test_the_model_itself_never_redacts(judged):
     assert not any("redactContent" in chunk for chunk in chunks)
 
 
-# === a memory manager: what it remembers is put in front of one call, and what it extracts is not in a rollout ===
+# === a memory manager: what it remembers precedes one call, and its extractions are not trained ===
 
 
 class Store:

@@ -240,7 +240,7 @@ async def test_part_without_a_finite_reward_fails(combined, value):
 
 @pytest.mark.parametrize("combined", COMBINED.values(), ids=COMBINED.keys())
 async def test_parts_may_be_plain_numbers_and_sync(combined):
-    """Parts failed with what is accepted from a reward function of its own."""
+    """A part may return a plain number or be synchronous, like a reward function on its own."""
 
     class Plain(RewardFunction):
         async def compute(self, **kwargs):
