@@ -27,7 +27,7 @@ MAX_NESTING = 60
 MAX_FACTORIAL = 1000
 
 _CONSTANTS = {"pi": math.pi, "e": math.e, "tau": math.tau}
-_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "\0"})
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "**"})
 
 
 class ArithmeticExpressionError(ValueError):
@@ -90,7 +90,7 @@ def evaluate(expression: str) -> Number:
         raise ArithmeticExpressionError(
             f"the expression has {len(expression)} characters; {MAX_EXPRESSION_CHARS} are allowed"
         )
-    text = expression.translate(_SIGNS).replace("\0", "**").strip()
+    text = expression.translate(_SIGNS).strip()
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -101,6 +101,8 @@ def evaluate(expression: str) -> Number:
         raise ArithmeticExpressionError(f"division by zero in {_shown(expression)}") from None
     except OverflowError:
         raise ArithmeticExpressionError(f"the result of {_shown(expression)} is too large") from None
+    except RecursionError:
+        raise ArithmeticExpressionError(f"the expression is nested more than {MAX_NESTING} deep") from None
     except ArithmeticExpressionError:
         raise
     except (TypeError, ValueError) as error:
@@ -183,9 +185,22 @@ def _factorial(value: Number) -> int:
 
 
 def _choose(n: Number, k: Number) -> int:
-    if not 0 <= _integer(k) <= MAX_FACTORIAL:
+    whole, chosen = _integer(n), _integer(k)
+    if not 0 <= chosen <= MAX_FACTORIAL:
         raise ArithmeticExpressionError(f"comb takes a second number of 0 to {MAX_FACTORIAL}, not {as_text(k)}")
-    return math.comb(_integer(n), _integer(k))
+    # comb(n, k) is at least (n / k)**k: what is too large is refused before it is computed.
+    fewer = min(chosen, whole - chosen)
+    if fewer * (whole.bit_length() - 1 - fewer.bit_length()) > MAX_BITS:
+        raise OverflowError
+    return math.comb(whole, chosen)
+
+
+def _common_multiple(*values: Number) -> int:
+    multiple = 1
+    for value in values:  # one by one: without a limit in between, the product of all would be computed
+        multiple = math.lcm(multiple, _integer(value))
+        _checked(multiple)
+    return multiple
 
 
 def _integer(value: Number) -> int:
@@ -225,7 +240,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "factorial": _factorial,
     "floor": math.floor,
     "gcd": lambda *values: math.gcd(*(_integer(value) for value in values)),
-    "lcm": lambda *values: math.lcm(*(_integer(value) for value in values)),
+    "lcm": _common_multiple,
     "ln": math.log,
     "log": math.log,
     "log10": math.log10,
