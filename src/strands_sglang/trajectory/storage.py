@@ -1,6 +1,6 @@
 """Trajectories as files: one safetensors file, bit-equal when read back, readable without this library.
 
-Layout (format version 2). Tensors hold the concatenated tokens of all turns: `prompt_ids` and `output_ids` (int32),
+Layout (format version 3). Tensors hold the concatenated tokens of all turns: `prompt_ids` and `output_ids` (int32),
 `logprobs` (float64, of the sampled tokens) and `prompt_logprobs` (float64, of the turns that recorded them).
 `routed_experts.<n>` (int32, rows x columns) belongs to turn n, if recorded. For turns with sampling masks,
 `sampling_mask.ids` holds the ids of all rows and `sampling_mask.lengths` the row lengths (int32), and
@@ -17,24 +17,30 @@ the first save.
 as people read it, and `text` of the `answer` is the text of the sampled ids. `prompt_seal` and `seal` tell whether the
 prompt, or the turn's other facts, have changed. Other keys hold what else the trajectory knows: `agents` and `helpers`
 that have asked, `result_notices`, `call_ids` and `tool_parse_errors` of tool calls, and the `end` of the episode.
-Digests are hexadecimal. The file's metadata holds `format`, `version`, and the `checksum` of all tensors. Version 1
-also has `trajectory` in the metadata, which safetensors limits to 100 MB. Pieces, seals, texts, `end` and the checksum
-came after version 2: files may lack them.
+Digests are hexadecimal. The file's metadata holds `format`, `version`, and the `checksum` of all tensors. A file that
+does not have its checksum is refused, except by the doctor and the viewer, which show what is there.
+
+Earlier versions are read, too. Version 2 may lack pieces, seals, texts, `end` and the checksum, which covers no types
+and shapes there. Version 1 also has `trajectory` in the metadata, which safetensors limits to 100 MB.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import secrets
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from itertools import accumulate
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ..messages.content import Picture
 from ..messages.said import Said
@@ -44,8 +50,9 @@ from ..templates.image_tokens import ImageInputs
 from .turn import RecordedError, Turn, TurnStatus
 
 FORMAT = "strands-sglang trajectory"
-VERSION = "2"
-_READABLE = ("1", VERSION)
+VERSION = "3"
+_READABLE = ("1", "2", VERSION)
+_METADATA = {"format", "version", "checksum", "trajectory"}
 
 _TURN_FIELDS: tuple[str, ...] = (
     *("index", "reason", "reasoning_open", "constrained", "agent", "cycle", "is_auxiliary", "clamped", "parent_kept"),
@@ -62,7 +69,28 @@ _CONVERTED = frozenset({"weight_versions", "resumed_ids", "meta_info"})
 
 
 class TrajectoryFileError(ValueError):
-    """A file is not a trajectory, or has a version that this library does not know."""
+    """A file is not a trajectory, is damaged or was changed, or has a version that this library does not know."""
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Turn whatever a damaged file raises into one error.
+
+    Args:
+        name: Name of the file in errors.
+
+    Raises:
+        TrajectoryFileError: The file cannot be read.
+    """
+    try:
+        yield
+    except (ImportError, MemoryError):  # not the file's fault
+        raise
+    except TrajectoryFileError as error:
+        raise TrajectoryFileError(f"{name}: {error}") from error.__cause__
+    except Exception as error:
+        told = " ".join(str(error).split())[:200]
+        raise TrajectoryFileError(f"{name}: damaged: {type(error).__name__}: {told}") from error
 
 
 def encode_turns(
@@ -101,7 +129,7 @@ def encode_turns(
     }
     tensors: dict[str, Any] = {}
     for name, column in columns.items():
-        kind = "<f8" if name.endswith("logprobs") else "<u4" if name == "seals" else "<i4"
+        kind = _type_of(name)
         values = [np.asarray(part, dtype=kind) for part in column if part is not None]
         if values or not name.startswith(("sampling", "seals")):
             tensors[name] = np.concatenate([np.zeros(0, kind), *values])
@@ -170,23 +198,30 @@ def encode_turns(
     return bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION, "checksum": _checksum(tensors)}))
 
 
-def _checksum(tensors: Mapping[str, Any]) -> str:
-    """Return the CRC-32 of all tensors in the order of their names, each after its name, as 8 hexadecimal digits."""
+def _checksum(tensors: Mapping[str, Any], version: str = VERSION) -> str:
+    """Return the CRC-32 of all tensors in the order of their names, as 8 hexadecimal digits.
+
+    Each tensor follows its name and, since version 3, its type and shape.
+    """
     crc = 0
     for name in sorted(tensors):
-        crc = zlib.crc32(tensors[name].tobytes(), zlib.crc32(name.encode(), crc))
+        values = tensors[name]
+        head = f"{name} {values.dtype.str} {values.shape}" if version == VERSION else name
+        crc = zlib.crc32(values.tobytes(), zlib.crc32(head.encode(), crc))
     return f"{crc:08x}"
 
 
-def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any], dict[int, bytes]]:
+def decode_turns(content: bytes, *, changed_too: bool = False) -> tuple[list[Turn], dict[str, Any], dict[int, bytes]]:
     """Read the turns of a file, the further facts about its trajectory, and the text of its ids.
+
+    Use it inside `reading`: a damaged description may raise anything.
 
     Args:
         content: Content of the file.
-        name: Name of the file in errors.
+        changed_too: Whether to read a file that was changed, and values that cannot be, as far as they make turns.
 
     Raises:
-        TrajectoryFileError: The content is not a trajectory, or has an unknown version.
+        TrajectoryFileError: The content is not a trajectory, was changed, or has an unknown version.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load
@@ -194,20 +229,29 @@ def decode_turns(content: bytes, name: str) -> tuple[list[Turn], dict[str, Any],
     try:
         tensors = load(content)
     except SafetensorError as error:
-        raise TrajectoryFileError(f"{name}: not a safetensors file, or truncated: {error}") from error
+        raise TrajectoryFileError(f"not a safetensors file, or truncated: {error}") from error
     except KeyError as error:  # bfloat16, which NumPy does not have
-        raise TrajectoryFileError(f"{name}: not a trajectory: it has tensors of type {error}") from error
+        raise TrajectoryFileError(f"not a trajectory: it has tensors of type {error}") from error
     # A safetensors file begins with the length of its header, 8 bytes little-endian, and the header in JSON.
     metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
-    if metadata.get("format") != FORMAT or metadata.get("version") not in _READABLE:
-        found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
-        raise TrajectoryFileError(f"{name}: holds {found}, not {FORMAT!r}, version {' or '.join(_READABLE)}")
+    version, checksum = metadata.get("version"), metadata.get("checksum")
+    if metadata.get("format") != FORMAT or version not in _READABLE:
+        found = f"{metadata.get('format')!r}, version {version!r}"
+        raise TrajectoryFileError(f"holds {found}, not {FORMAT!r}, version {' or '.join(_READABLE)}")
+    is_unchecked = checksum is None and version != VERSION and _METADATA.issuperset(metadata)
+    is_changed = not is_unchecked and checksum != _checksum(tensors, version)
+    if is_changed and not changed_too:
+        raise TrajectoryFileError(
+            "changed since it was written: its checksum does not fit. Use another copy of the file; "
+            "`strands-sglang doctor` tells what was changed"
+        )
     recorded = json.loads(metadata["trajectory"] if "trajectory" in metadata else tensors["trajectory"].tobytes())
-    recorded["is_changed"] = metadata.get("checksum") not in (None, _checksum(tensors))  # earlier files have none
-    reader = _Reader(tensors)
+    recorded["is_changed"] = is_changed
+    reader = _Reader(tensors, is_strict=not changed_too)
     turns: list[Turn] = []
     for position, described in enumerate(recorded.pop("turns")):
         turns.append(reader.turn(described, position, turns))
+    reader.check_end()
     lengths = tensors.get("pieces.lengths", ())
     ends = list(accumulate(map(int, lengths)))
     content = tensors["pieces.bytes"].tobytes() if ends else b""
@@ -222,19 +266,96 @@ def _is_bfloat16(values: Any) -> bool:
     return str(getattr(values, "dtype", "")) == "torch.bfloat16"
 
 
-class _Reader:
-    """Returns the tokens of one turn after the other."""
+def check_types(one: Any) -> None:
+    """Check the fields of a dataclass that was made from a file against their annotations.
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
+    Raises:
+        TrajectoryFileError: A field has a value of another type.
+    """
+    for name, hint in _hints(one.__class__).items():
+        if not _fits(value := getattr(one, name), hint):
+            raise TrajectoryFileError(f"damaged: {type(one).__name__}.{name} is {value!r:.60}")
+
+
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    arrays = dict.fromkeys((int, float), array)  # Python 3.10 and 3.11 cannot evaluate array[int]
+    return get_type_hints(kind, localns={"Trajectory": object, "array": arrays})
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if isinstance(hint, UnionType):
+        return any(_fits(value, one) for one in get_args(hint))
+    if hint is Any:
+        return True
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    kind, of = get_origin(hint) or hint, get_args(hint)
+    if not isinstance(value, kind):
+        return False
+    if of[1:] == (...,):
+        return all(_fits(entry, of[0]) for entry in value)
+    if kind is Mapping:
+        return all(_fits(key, of[0]) and _fits(entry, of[1]) for key, entry in value.items())
+    if issubclass(kind, tuple):
+        of = of or tuple(_hints(kind).values())  # a named one's
+        return len(value) == len(of) and all(map(_fits, value, of))
+    return True
+
+
+def _type_of(name: str) -> str:
+    """Return the type of a tensor, as NumPy writes it."""
+    if name in ("trajectory", "pieces.bytes") or ".file." in name:
+        return "|u1"
+    return "<f8" if name.endswith("logprobs") else "<u4" if name == "seals" else "<i4"
+
+
+_COLUMNS = (
+    *("prompt_ids", "output_ids", "logprobs", "prompt_logprobs", "seals"),
+    *("sampling_mask.ids", "sampling_mask.lengths", "sampling_logprobs"),
+)
+
+
+class _Reader:
+    """Returns the tokens of one turn after the other.
+
+    Args:
+        tensors: The tensors of the file.
+        is_strict: Whether to refuse values that no trajectory has.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], *, is_strict: bool) -> None:
         self._tensors = tensors
+        self._is_strict = is_strict
         self._read = dict.fromkeys(tensors, 0)
+        for name, values in tensors.items():
+            if ".train." in name:
+                continue
+            kind, depth = _type_of(name), 2 if name.startswith("routed_experts.") else 1
+            if (values.dtype.str, values.ndim) != (kind, depth):
+                raise TrajectoryFileError(
+                    f"damaged: {name} has the type {values.dtype} and the shape {values.shape}, not {depth} "
+                    f"dimension{'s' * (depth > 1)} of {kind[1:]}"
+                )
+            if is_strict and kind == "<i4" and values.size and values.min() < 0:
+                raise TrajectoryFileError(f"damaged: {name} holds {values.min()}")
+
+    def check_end(self) -> None:
+        """Check that all tokens belong to turns."""
+        for name in _COLUMNS:
+            held, read = len(self._tensors.get(name, ())), self._read.get(name, 0)
+            if self._is_strict and held != read:
+                raise TrajectoryFileError(f"damaged: {name} has {held} entries, but the turns describe {read}")
 
     def _next(self, name: str, count: int, *, is_there: bool = True) -> Any:
         if not is_there:
             return None
         start = self._read[name]
+        left = len(self._tensors[name]) - start
+        if self._is_strict and not (type(count) is int and 0 <= count <= left):
+            raise TrajectoryFileError(f"damaged: a turn describes {count!r} entries of {name}, and {left} are left")
         self._read[name] = start + count
-        kind = "d" if name.endswith("logprobs") else "I" if name == "seals" else "i"
+        kind = {"<f8": "d", "<u4": "I", "<i4": "i"}[_type_of(name)]
         return array(kind, self._tensors[name][start : start + count].tobytes())
 
     def _images(self, prefix: str, described: Mapping[str, Any]) -> ImageInputs:
@@ -276,6 +397,9 @@ class _Reader:
     def turn(self, described: Mapping[str, Any], position: int, turns: Sequence[Turn]) -> Turn:
         count = described["prompt_tokens"]
         answer = described["answer"]
+        parent = described["parent"]
+        if parent is not None and not 0 <= parent < position:
+            raise TrajectoryFileError(f"damaged: the parent of turn {position} is {parent!r}")
         turn = Turn(
             **{
                 name: described[name]
@@ -288,7 +412,7 @@ class _Reader:
             text=None if answer is None else answer.get("text"),
             roles=tuple(described["roles"]),
             tool_calls=tuple(described["tool_calls"]),
-            parent=None if described["parent"] is None else turns[described["parent"]],
+            parent=None if parent is None else turns[parent],
             key=bytes.fromhex(described["key"]),
             parts={name: bytes.fromhex(digest) for name, digest in described["parts"].items()},
             digests=tuple(bytes.fromhex(digest) for digest in described["digests"]),
@@ -306,7 +430,29 @@ class _Reader:
             turn.seals = self._next("seals", answer["sampled_tokens"], is_there=answer.get("has_seals", False))
             if answer.get("is_resumed"):
                 turn.resumes, turn.status = turn.generation, TurnStatus.CUT  # earlier files say "failed"
+        if self._is_strict:
+            self._check(turn, turns)
         return turn
+
+    def _check(self, turn: Turn, before: Sequence[Turn]) -> None:
+        """Check what no type tells."""
+        check_types(turn)
+        answer, parent = turn.generation, turn.parent
+        wrong = None
+        if before and turn.index <= before[-1].index:
+            wrong = f"comes after call {before[-1].index}"
+        elif parent is not None and not 0 <= (turn.parent_kept or 0) <= len(parent.output_ids):
+            wrong = f"keeps {turn.parent_kept} of the {len(parent.output_ids)} tokens that the turn before it sampled"
+        elif not all({"toolUseId", "name", "id"} <= call.keys() for call in turn.tool_calls):
+            wrong = "has a tool call without an id or a name"
+        elif answer is not None:
+            check_types(answer)
+            if parent is None and not turn.prompt_ids:
+                wrong = "opens a sequence without a prompt"
+            elif not turn.constrained and answer.logprobs is not None and any(map(math.isnan, answer.logprobs)):
+                wrong = "has a logprob that is not a number"
+        if wrong is not None:
+            raise TrajectoryFileError(f"damaged: call {turn.index} {wrong}")
 
 
 def write_file(path: str | PathLike[str], content: bytes) -> None:

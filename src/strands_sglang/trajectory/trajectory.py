@@ -38,7 +38,7 @@ from .discards import After, judge, judge_end, note_if_gone, settle
 from .explain import explain, reason_to_extend, reason_to_open
 from .export import export_sequences, helpers_tokens, sequence_of
 from .seals import seal_end, seal_prompt, seal_tokens, seal_turn, sealed_answers
-from .storage import decode_turns, encode_turns, write_file
+from .storage import check_types, decode_turns, encode_turns, reading, write_file
 from .tokens import TokenManager
 from .turn import Turn, TurnStatus
 
@@ -146,6 +146,7 @@ class Trajectory:
         encoder: Encodes and decodes what is recorded; None before the first call, and once read from a file.
         end: How the episode ended, if that was noted.
         pieces: The bytes of ids inside a text, as read from a file; empty before.
+        is_changed: Whether it was read from a file that was changed since; see `from_bytes`.
     """
 
     def __init__(self) -> None:
@@ -733,29 +734,37 @@ class Trajectory:
 
         Raises:
             OSError: The file cannot be read.
-            TrajectoryFileError: The file is not a trajectory, or has an unknown version.
+            TrajectoryFileError: The file is not a trajectory, is damaged or was changed since it was written, or has an
+                unknown version.
         """
         return cls.from_bytes(Path(path).read_bytes(), name=str(path))
 
     @classmethod
-    def from_bytes(cls, content: bytes, *, name: str = "the bytes") -> Trajectory:
+    def from_bytes(cls, content: bytes, *, name: str = "the bytes", changed_too: bool = False) -> Trajectory:
         """Read a trajectory from the bytes that `to_bytes` returned.
 
         Args:
             content: The bytes.
             name: What errors call them.
+            changed_too: Whether to read bytes that were changed since, as far as possible. `is_changed` then tells. For
+                looking at the record; do not train on it or continue it.
 
         Raises:
-            TrajectoryFileError: The bytes are not a trajectory, or have an unknown version.
+            TrajectoryFileError: The bytes are not a trajectory, are damaged or were changed, or have an unknown
+                version.
         """
-        turns, facts, pieces = decode_turns(content, name)
-        trajectory = cls.of_turns(turns)
-        trajectory.pieces = pieces
-        trajectory.is_changed = facts["is_changed"]
-        if (end := facts.get("end")) is not None:  # earlier files lack it
-            turn_rewards = {int(index): reward for index, reward in end["turn_rewards"].items()}
-            trajectory.end = EpisodeEnd(**{**end, "turn_rewards": turn_rewards})
-        trajectory.result_notices, trajectory.tool_parse_errors = facts["result_notices"], facts["tool_parse_errors"]
+        with reading(name):
+            turns, facts, pieces = decode_turns(content, changed_too=changed_too)
+            trajectory = cls.of_turns(turns)
+            trajectory.pieces = pieces
+            trajectory.is_changed = facts["is_changed"]
+            if (end := facts.get("end")) is not None:  # earlier files lack it
+                turn_rewards = {int(index): reward for index, reward in end["turn_rewards"].items()}
+                trajectory.end = EpisodeEnd(**{**end, "turn_rewards": turn_rewards})
+                if not changed_too:
+                    check_types(trajectory.end)
+            trajectory.result_notices = dict(facts["result_notices"])
+            trajectory.tool_parse_errors = dict(facts["tool_parse_errors"])
         return trajectory
 
     @classmethod

@@ -14,10 +14,12 @@ import multiprocessing
 import os
 import pickle
 import pkgutil
+import random
 import re
 import shutil
 import threading
 import weakref
+import zlib
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, load_file, save, save_file
 from strands import tool
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -49,6 +51,8 @@ from strands_sglang import (
     Trajectory,
     TurnStatus,
 )
+from strands_sglang.inspection.doctor import findings
+from strands_sglang.inspection.reading import read
 from strands_sglang.messages import fingerprint
 from strands_sglang.messages.content import Picture
 from strands_sglang.protocol.generation import Generation, SamplingMask, VersionSpan, to_json
@@ -1206,6 +1210,123 @@ def test_other_files_are_rejected_by_name(tmp_path):
         Trajectory.load(tmp_path / "half")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         Trajectory.load(tmp_path / "nowhere")
+
+
+def header_of(content):
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+
+
+def rewritten(content, change, *, version="3", checked=True):
+    """Return a file as another program would write it: with other values, and with the checksum of these."""
+    tensors = load(content)
+    described = json.loads(tensors["trajectory"].tobytes())
+    change(tensors, described)
+    tensors["trajectory"] = np.frombuffer(json.dumps(described).encode(), "uint8")
+    checksum = 0
+    for name in sorted(tensors):
+        values = tensors[name]
+        head = name if version == "2" else f"{name} {values.dtype.str} {values.shape}"
+        checksum = zlib.crc32(head.encode() + values.tobytes(), checksum)
+    metadata = {"format": "strands-sglang trajectory", "version": version}
+    return save(tensors, metadata={**metadata, "checksum": f"{checksum:08x}"} if checked else metadata)
+
+
+async def test_no_file_with_a_flipped_bit_is_loaded(recorded, tmp_path):
+    content = recorded.to_bytes()
+    length = 8 + int.from_bytes(content[:8], "little")
+    rng = random.Random(0)
+    places = [*range(8 * length), *(rng.randrange(8 * length, 8 * len(content)) for _ in range(1000))]
+    loaded = []
+    for place in places:
+        changed = bytearray(content)
+        changed[place // 8] ^= 1 << place % 8
+        try:
+            Trajectory.from_bytes(bytes(changed), name="episode 7")
+            loaded.append(place)
+        except TrajectoryFileError as error:
+            assert str(error).startswith("episode 7: ")
+    assert loaded == []
+
+
+async def test_a_changed_file_is_only_shown(recorded, tmp_path):
+    path = tmp_path / "t.safetensors"
+    recorded.save(path)
+    content = bytearray(path.read_bytes())
+    header = header_of(content)
+    content[-header["trajectory"]["data_offsets"][1] + header["output_ids"]["data_offsets"][0]] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(TrajectoryFileError, match=r"t\.safetensors: changed since it was written"):
+        Trajectory.load(path)
+    shown = Trajectory.from_bytes(bytes(content), changed_too=True)
+    assert shown.is_changed and not recorded.is_changed
+    assert list(shown.turns[0].output_ids) != list(recorded.turns[0].output_ids)
+    assert findings(read([path])) != []
+
+
+def column(name, change):
+    return lambda tensors, facts: tensors.update({name: change(tensors[name])})
+
+
+def fact(name, value, turn=1):
+    return lambda tensors, facts: facts["turns"][turn].update({name: value})
+
+
+def answer_fact(name, value):
+    return lambda tensors, facts: facts["turns"][1]["answer"].update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (column("output_ids", lambda ids: ids.astype("<i8")), "output_ids has the type int64"),
+        (column("output_ids", lambda ids: ids.astype("<f4")), "output_ids has the type float32"),
+        (column("prompt_ids", lambda ids: ids.reshape(1, -1)), "prompt_ids has the type int32 and the shape (1, "),
+        (column("output_ids", lambda ids: -ids), "output_ids holds -"),
+        (column("logprobs", lambda values: values * math.nan), "a logprob that is not a number"),
+        (column("logprobs", lambda values: values[:-1]), "entries of logprobs, and"),
+        (lambda tensors, facts: tensors.pop("output_ids"), "output_ids"),
+        (fact("parent", -1), "the parent of turn 1 is -1"),
+        (fact("parent", 1), "the parent of turn 1 is 1"),
+        (fact("parent_kept", 2**31), "keeps 2147483648 of the"),
+        (fact("index", 0), "comes after call 0"),
+        (fact("prompt_tokens", 10**9), "a turn describes 1000000000 entries of prompt_ids"),
+        (fact("prompt_tokens", -3), "a turn describes -3 entries of prompt_ids"),
+        (fact("tool_calls", [{"toolUseId": "x"}]), "a tool call without an id or a name"),
+        (fact("is_auxiliary", "no"), "Turn.is_auxiliary is 'no'"),
+        (fact("status", "lost"), "'lost' is not a valid TurnStatus"),
+        (fact("answered", [["assistant", "text", 5]]), "Turn.answered is "),
+        (answer_fact("finish_type", None), "Generation.finish_type is None"),
+        (answer_fact("weight_versions", [["1", 0.5, 2]]), "Generation.weight_versions is "),
+        (answer_fact("sampled_tokens", 1), "output_ids has "),
+        (lambda tensors, facts: facts.pop("turns"), "KeyError: 'turns'"),
+        (lambda tensors, facts: facts.update(result_notices=7), "TypeError: "),
+        (lambda tensors, facts: facts.update(end={"outcome": 3, "turn_rewards": {}}), "EpisodeEnd.outcome is 3"),
+    ],
+    ids=lambda told: told if isinstance(told, str) else "",
+)
+async def test_values_that_no_trajectory_has_are_refused(recorded, tmp_path, change, told):
+    (tmp_path / "t").write_bytes(rewritten(recorded.to_bytes(), change))
+    with pytest.raises(TrajectoryFileError, match=f"^{re.escape(str(tmp_path))}/t: damaged: .*{re.escape(told)}"):
+        Trajectory.load(tmp_path / "t")
+
+
+async def test_a_description_that_is_no_json_is_refused(recorded):
+    for description in (b"[" * 200_000, b"\xff{}", b'{"turns": [], "x": ' + b"9" * 10_000 + b"}", b"[]"):
+        tensors = {"trajectory": np.frombuffer(description, "uint8")}
+        metadata = {"format": "strands-sglang trajectory", "version": "2"}
+        with pytest.raises(TrajectoryFileError, match="^sample 3: damaged: "):
+            Trajectory.from_bytes(save(tensors, metadata=metadata), name="sample 3")
+
+
+@pytest.mark.parametrize("checked", [True, False])
+async def test_files_of_version_2_are_loaded_with_and_without_a_checksum(recorded, checked):
+    older = rewritten(recorded.to_bytes(), lambda tensors, facts: None, version="2", checked=checked)
+    loaded = Trajectory.from_bytes(older)
+    assert loaded.sequences()[0].tokens == recorded.sequences()[0].tokens
+    assert not loaded.is_changed
+    newer = rewritten(recorded.to_bytes(), lambda tensors, facts: None, checked=checked)
+    with contextlib.nullcontext() if checked else pytest.raises(TrajectoryFileError, match="changed since"):
+        Trajectory.from_bytes(newer)
 
 
 def test_an_empty_trajectory_is_saved_and_loaded(tmp_path):

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ...trajectory.seals import is_comparable, seal_end, seal_prompt, seal_turn
-from ...trajectory.storage import TrajectoryFileError
 from ...trajectory.trajectory import Trajectory
 from ...trajectory.turn import Turn
 from ..records import Branching, Episode, Group, Image, SequenceRecord, Span, Tokens, TurnRecord, Writer
@@ -29,18 +28,13 @@ def read_trajectory_file(path: Path) -> Group:
 
 
 def load_trajectory(path: Path) -> Trajectory:
-    """Load a trajectory; whatever is wrong with the file is one error with its name.
+    """Load a trajectory, also one that was changed since it was written.
 
     Raises:
         OSError: The file cannot be read.
         TrajectoryFileError: It is not a trajectory, or damaged.
     """
-    try:
-        return Trajectory.load(path)
-    except (TrajectoryFileError, OSError):
-        raise
-    except Exception as error:  # the description may be damaged in any way
-        raise TrajectoryFileError(f"{path}: damaged: {type(error).__name__}: {error}") from error
+    return Trajectory.from_bytes(path.read_bytes(), name=str(path), changed_too=True)
 
 
 def episode_of(trajectory: Trajectory, name: str, *, file: str = "") -> Episode:
