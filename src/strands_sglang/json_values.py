@@ -6,8 +6,10 @@ JSON would lose or change (NaN, sets, objects) is an error that names its path.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 _DEEPEST = 100
@@ -46,6 +48,22 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item, f"{where}[{position}]", depth + 1) for position, item in enumerate(value)]
     raise ValueError(f"{where} is {value!r} ({type(value).__name__}), which JSON cannot hold")
+
+
+def dumps(value: Any, **options: Any) -> str:
+    """Return `json.dumps(value, **options)`; integers with more digits than Python writes (4,300) become texts."""
+    try:
+        return json.dumps(value, **options)
+    except ValueError:
+        return json.dumps(_long_as_text(value), **options)
+
+
+def _long_as_text(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _long_as_text(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_long_as_text(entry) for entry in value]
+    return f"{Decimal(value):f}" if isinstance(value, int) and value.bit_length() > 2_000 else value
 
 
 def _key(key: Any, where: str) -> str:

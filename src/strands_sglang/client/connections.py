@@ -395,12 +395,8 @@ class SessionPool:
             session = self._sessions[loop] = self._connect()
         for old in gone:
             old.drop()
-        await session.keep_until_loop_ends(partial(self._remove, loop, session))
+        await session.keep_until_loop_ends(partial(_remove, self._sessions, loop, session))
         return session
-
-    def _remove(self, loop: asyncio.AbstractEventLoop, session: LoopSession) -> None:
-        if self._sessions.get(loop) is session:  # while one session closes, a request may open the next
-            del self._sessions[loop]
 
     async def close(self) -> None:
         """Close the sessions of all loops, each in its own thread."""
@@ -421,6 +417,12 @@ class SessionPool:
         for session in self._sessions.values():
             session.forget()
         self._sessions.clear()
+
+
+def _remove(sessions: Sessions, loop: asyncio.AbstractEventLoop, session: LoopSession) -> None:
+    """Forget a session. It must not hold its pool, which would live as long as the loop."""
+    if sessions.get(loop) is session:  # while one session closes, a request may open the next
+        del sessions[loop]
 
 
 _pools: weakref.WeakSet[SessionPool] = weakref.WeakSet()

@@ -18,6 +18,8 @@ import orjson
 from strands.types.content import Message, Messages
 from strands.types.tools import ToolResult, ToolSpec
 
+from ..json_values import dumps
+
 TEXT_FORMATS = ("txt", "md", "csv", "html")
 """The formats of Strands documents whose bytes are text."""
 
@@ -306,7 +308,7 @@ def render_result(blocks: Sequence[Mapping[str, Any]], where: str, *, images: bo
     for k, block in enumerate(blocks):
         if "json" in block:
             try:
-                pieces.append(encodable(json.dumps(block["json"], ensure_ascii=False)))
+                pieces.append(encodable(dumps(block["json"], ensure_ascii=False)))
             except (TypeError, ValueError) as error:
                 raise UnsupportedContentError(f"{where}.content[{k}].json: {error}") from error
         else:

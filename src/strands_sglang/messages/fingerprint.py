@@ -12,7 +12,6 @@ takes over the digests of that part. The test is one pass of orjson and a hash o
 from __future__ import annotations
 
 import hashlib
-import json
 import marshal
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,8 @@ from typing import Any, cast
 import orjson
 from strands.tools.tools import InvalidToolUseNameException, validate_tool_use_name
 from strands.types.content import Message, Messages
+
+from ..json_values import dumps
 
 BLANK_TEXT = "[blank text]"
 """Strands' substitute for an assistant message without text (`strands.event_loop.streaming._normalize_messages`)."""
@@ -224,7 +225,7 @@ def _dump(value: Any) -> bytes:
 
 def _dump_slowly(value: Any) -> bytes:
     try:
-        return json.dumps(value, default=repr, sort_keys=True).encode()
+        return dumps(value, default=repr, sort_keys=True).encode()
     except TypeError:  # keys of several types
         return repr(value).encode("utf-8", "backslashreplace")
 

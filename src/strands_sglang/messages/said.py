@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import orjson
+
+from ..json_values import dumps
 
 
 class Said(NamedTuple):
@@ -65,4 +66,4 @@ def _json(value: Any) -> str:
     try:
         return orjson.dumps(value, default=lambda other: f"<{type(other).__name__}>").decode()
     except TypeError:  # integers beyond 64 bits, lone surrogates
-        return json.dumps(value, default=lambda other: f"<{type(other).__name__}>")
+        return dumps(value, default=lambda other: f"<{type(other).__name__}>")

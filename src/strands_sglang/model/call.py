@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +65,7 @@ from ..tool_parsers import ParsedTurn, ToolParser, ToolParseResult
 from ..trajectory import Caller, ParsedAnswer, Place
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
-from .config import ModelConfig
+from .config import ModelConfig, is_whole
 from .server_check import ServerFacts, check_server, known_facts, reserve_last_token
 
 logger = logging.getLogger(__name__)
@@ -164,6 +165,7 @@ class ModelCall:
     _partial: dict[str, Any] | None = field(init=False, default=None)
     _prefill: Prefill | None = field(init=False, default=None)
     _begun: list[str] = field(init=False, default_factory=list)
+    _scored: Sequence[int] = field(init=False, default=())
 
     # --- sampling ---
 
@@ -332,6 +334,8 @@ class ModelCall:
                 f"the prompt has {prompt_tokens} tokens and the model's context {limit}: an answer of at least {least} "
                 "tokens (min_new_tokens) does not fit"
             )
+        if config.random_seeds:
+            sampling_params.setdefault("sampling_seed", secrets.randbits(31))
         limits = [limit for limit in (asked, room) if limit is not None]
         if limits:
             sampling_params["max_new_tokens"] = min(limits)
@@ -346,7 +350,16 @@ class ModelCall:
         plan = RequestPlan(sampling_params, fields, clamped, sampled)
         try:
             if self.on_request is not None and not plan.has_no_budget_left:
-                plan = self.on_request(turn, plan)
+                planned = self.on_request(turn, plan)
+                if not isinstance(planned, RequestPlan):
+                    raise TypeError(f"on_request returned {planned!r}: return a RequestPlan, or raise to send nothing")
+                plan = planned
+                budget = plan.sampling_params.get("max_new_tokens")
+                if not is_whole(budget, at_least=1) and budget is not None:
+                    raise ValueError(
+                        f"on_request returned a plan with max_new_tokens={budget!r}: it must be a whole number of at "
+                        "least 1 or None; raise to send nothing"
+                    )
         finally:
             turn.sampling_params, turn.clamped = plan.sampling_params, plan.clamped
             turn.request_fields = config.recorded_request_fields
@@ -363,6 +376,8 @@ class ModelCall:
         images = self.turn.image_inputs()
         if self.images is not None and images:
             fields = {**fields, **self.images.request_fields([*self.turn.sent_ids(), *so_far], images)}
+        elif self.config.return_prompt_logprobs:  # the server has other ids for images
+            self._scored = [*self.turn.token_ids(), *so_far]
         began = time.monotonic()
         try:
             self._response = await self.client.generate(
@@ -398,7 +413,11 @@ class ModelCall:
 
     def _read(self, response: Mapping[str, Any]) -> Generation:
         generation = read_generation(
-            response, logprobs_expected=self.config.wants_logprobs, end_token_ids=self.template.stop_ids
+            response,
+            logprobs_expected=self.config.wants_logprobs,
+            end_token_ids=self.template.stop_ids,
+            prompt_ids=self._scored,
+            vocab_size=len(self.template.tokenizer),
         )
         # When SGLang's model fails, it ends a request at a text that was neither requested nor sampled: for logits that
         # are NaN it replaces the sampled token by a stop token and calls the end "NaN happened".

@@ -25,6 +25,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "history_policy": ("append", "template"),
     "on_abort": ("raise", "resume"),
     "escape_control_tokens": (True, False),
+    "random_seeds": (True, False),
 }
 
 
@@ -69,6 +70,7 @@ class ModelConfig:
     context_window_limit: int | None = None
     max_context_tokens: int | None = None
     routing_key: str | None = None
+    random_seeds: bool = False
     request_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -150,9 +152,9 @@ class ModelConfig:
             "max_context_tokens": self.max_context_tokens,
         }
         for name, limit in limits.items():
-            if limit is not None and not _is_whole(limit, at_least=1):
+            if limit is not None and not is_whole(limit, at_least=1):
                 raise ValueError(f"{name} must be a whole number of at least 1 or None, not {limit!r}")
-        if least is not None and not _is_whole(least, at_least=0):
+        if least is not None and not is_whole(least, at_least=0):
             raise ValueError(f"sampling_params['min_new_tokens'] must be a whole number of at least 0, not {least!r}")
         if least is not None and most is not None and least > most:
             raise ValueError(f"sampling_params ask for at least {least} and at most {most} new tokens")
@@ -165,5 +167,6 @@ def _own(value: Any) -> Any:
     return [_own(entry) for entry in value] if type(value) is list else value
 
 
-def _is_whole(number: Any, *, at_least: int) -> bool:
+def is_whole(number: Any, *, at_least: int) -> bool:
+    """Whether a value is a whole number that is large enough."""
     return isinstance(number, int) and not isinstance(number, bool) and number >= at_least

@@ -75,6 +75,10 @@ DEFAULT_TOOL_PARSER = "hermes"
 
 _CONTEXT_LENGTH_TIMEOUT_S = 1.0
 
+_configuring = threading.RLock()
+"""Held while a configuration changes, with what depends on it, and while a call takes it. One for all models, which can
+then be copied."""
+
 
 class RecordingHooks(HookProvider):
     """Hooks that record which answers an agent keeps; they serve any number of agents."""
@@ -210,6 +214,9 @@ class SGLangModel(Model):
                 does at the end of the server's context, which always applies.
             routing_key: Key that sends all calls to the same one of several servers. By default each root conversation
                 of an episode has its own key, so that its next call finds its prefix in that server's cache.
+            random_seeds: Send a random `sampling_seed` with every request whose `sampling_params` hold none (default
+                False). A server with `--enable-deterministic-inference` uses the seed 42 for requests without one, so
+                all samples of one prompt would be the same.
             request_fields: Further top-level fields of SGLang's `/generate`. They are sent with every request,
                 including those of helpers, and recorded as `turn.request_fields`. The
                 [guide](../guides/request-fields.md) lists them. Names and types are checked, because SGLang ignores
@@ -234,6 +241,7 @@ class SGLangModel(Model):
         context_window_limit: int | None
         max_context_tokens: int | None
         routing_key: str | None
+        random_seeds: bool | None
         request_fields: dict[str, Any] | None
         unchecked_request_fields: dict[str, Any] | None
 
@@ -310,10 +318,11 @@ class SGLangModel(Model):
             if changed.get("sampling_params") is not None:
                 raise ValueError("pass only sampling_params=; params= is an alias of it")
             changed["sampling_params"] = earlier
-        settings, known = ModelConfig.read({**self.config, **changed})
-        self._render_with(settings)
-        self.config = ModelConfig.read(known)[1]
-        self._read = (known, settings)
+        with _configuring:
+            settings, known = ModelConfig.read({**self.config, **changed})
+            self._render_with(settings)
+            self.config = ModelConfig.read(known)[1]
+            self._read = (known, settings)
 
     def _render_with(self, settings: ModelConfig) -> None:
         """Take the chat template of a configuration, and what depends on it."""
@@ -331,14 +340,15 @@ class SGLangModel(Model):
     @property
     def _settings(self) -> ModelConfig:
         """The checked configuration. It is read again if it changed: callers can change `config` in place."""
-        known, settings = self._read
-        if known != self.config:
-            before = settings
-            settings, known = ModelConfig.read(self.config)
-            if settings.rendering != before.rendering:
-                self._render_with(settings)
-            self._read = (known, settings)
-        return settings
+        with _configuring:
+            known, settings = self._read
+            if known != self.config:
+                before = settings
+                settings, known = ModelConfig.read(self.config)
+                if settings.rendering != before.rendering:
+                    self._render_with(settings)
+                self._read = (known, settings)
+            return settings
 
     # --- the record ---
 
@@ -607,14 +617,13 @@ class SGLangModel(Model):
         **about: Any,
     ) -> ModelCall:
         """Create a call with the model's current configuration."""
-        settings = self._settings  # first: it may bring another template and parser
-        template, parser = self.chat_template, self.tool_parser
+        with _configuring:
+            settings = self._settings  # first: it may bring another template and parser
+            template, parser, images = self.chat_template, self.tool_parser, self.images
         parts = {"system prompt": system, "tools": tool_specs or None, **template.identity}
         caller: Caller = about.get("caller", OUTSIDE)
         chat = ChatRequest(messages, tool_specs, system, lambda: trajectory.fingerprint(parts, messages, caller.agent))
-        return ModelCall(
-            chat, trajectory, self.client, template, parser, self.images, settings, self.on_request, **about
-        )
+        return ModelCall(chat, trajectory, self.client, template, parser, images, settings, self.on_request, **about)
 
 
 def _observe_cancellation(invocation_state: Any, cancel_signal: threading.Event | None) -> None:

@@ -269,7 +269,12 @@ TOP_P_KEYS = frozenset({*_TOP_P_IDS, *_TOP_P_OFFSETS})
 
 
 def read_generation(
-    response: Mapping[str, Any], *, logprobs_expected: bool, end_token_ids: Collection[int] = ()
+    response: Mapping[str, Any],
+    *,
+    logprobs_expected: bool,
+    end_token_ids: Collection[int] = (),
+    prompt_ids: Sequence[int] = (),
+    vocab_size: int = 0,
 ) -> Generation:
     """Check a `/generate` response and type it.
 
@@ -277,6 +282,8 @@ def read_generation(
         response: JSON object from the server.
         logprobs_expected: Whether `return_logprob` was requested.
         end_token_ids: Tokens that end a turn, for servers that report "stop" without the token.
+        prompt_ids: The prompt that prompt logprobs must be of; empty leaves them unchecked.
+        vocab_size: Number of token ids of the tokenizer.
 
     Raises:
         SGLangDecodingError: A required key is missing or has the wrong type, or the logprobs do not match the ids.
@@ -284,14 +291,19 @@ def read_generation(
     try:
         meta: Mapping[str, Any] = response["meta_info"]
         output_ids = array("i", response["output_ids"])
+        if min(output_ids, default=0) < 0 or bool in map(type, response["output_ids"]):
+            raise ValueError("output_ids holds what is no id")
         finish = meta["finish_reason"]
         finish_type = _shared(finish["type"])
-        if finish_type not in ("stop", "length", "abort"):
+        if finish_type not in ("stop", "length", "abort") or finish.get("matched") == "":
             # A response with an unknown end must not look complete.
             raise SGLangDecodingError(f"the server ended the request with the unknown finish reason {finish!r}")
         aborted = finish_type == "abort"
         # Read first: its error names the usual cause.
         logprobs = _read_logprobs(meta, output_ids) if logprobs_expected else None
+        latency = float(meta.get("e2e_latency") or 0.0)
+        if not math.isfinite(latency):
+            raise ValueError(f"e2e_latency is {latency}")
         masks, sampling = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
         for rows, what in ((masks, "masks"), (sampling, "logprobs")):
             if rows is not None and len(rows) != len(output_ids):
@@ -308,15 +320,15 @@ def read_generation(
             # A request that was aborted in the queue returns a short meta_info.
             prompt_tokens=int(meta.get("prompt_tokens", 0) if aborted else meta["prompt_tokens"]),
             cached_tokens=int(meta.get("cached_tokens") or 0),
-            weight_version=_shared(meta.get("weight_version")),
+            weight_version=_version(meta.get("weight_version")),
             weight_versions=_read_versions(meta, len(output_ids)),
-            prompt_logprobs=_read_prompt_logprobs(meta),
+            prompt_logprobs=_read_prompt_logprobs(meta, prompt_ids, vocab_size),
             request_id=str(meta.get("id", "")),
             routed_experts=meta.get("routed_experts"),
             sampling_mask=None if masks is None else _read_sampling_mask(masks, output_ids),
             # The mode "support" returns lists instead.
             sampling_logprobs=None if sampling is None else _numbers(sampling, "a sampling logprob"),
-            latency_s=float(meta.get("e2e_latency") or 0.0),
+            latency_s=latency,
             meta_json=to_json({key: value for key, value in meta.items() if key not in _PER_TOKEN_KEYS}),
         )
         check_routed_rows(generation)
@@ -332,10 +344,23 @@ def _shared(text: Any) -> Any:
     return sys.intern(text) if type(text) is str else text
 
 
-def _read_prompt_logprobs(meta: Mapping[str, Any]) -> array[float]:
+def _version(version: Any) -> str | None:
+    if not isinstance(version, str | int | None):
+        raise TypeError(f"weight_version is {version!r}")
+    return version if version is None else sys.intern(str(version))
+
+
+def _read_prompt_logprobs(meta: Mapping[str, Any], prompt_ids: Sequence[int], vocab_size: int) -> array[float]:
     entries = meta.get("input_token_logprobs")
     if not entries:
         return NO_LOGPROBS
+    for (_, token_id, *_), sent in zip(reversed(entries), reversed(prompt_ids), strict=False):
+        # SGLang reports 0 for the last id of the vocabulary, which may be padded.
+        if token_id != sent and (token_id != 0 or sent < vocab_size - 1):
+            raise SGLangDecodingError(
+                f"the server returned a prompt logprob of token {token_id!r} where {sent} was sent; a proxy changed "
+                "the prompt or the answer"
+            )
     return array("d", [math.nan if entry[0] is None else entry[0] for entry in entries])
 
 
@@ -343,8 +368,8 @@ def _read_versions(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ..
     """Return the spans that the server reports, or its one version for all tokens (SGLang before 0.5.23)."""
     reported = meta.get("weight_versions")
     if reported is None:
-        version = _shared(meta.get("weight_version"))
-        return (VersionSpan(str(version), 0, count),) if version is not None and count else ()
+        version = _version(meta.get("weight_version"))
+        return (VersionSpan(version, 0, count),) if version is not None and count else ()
     spans = [VersionSpan(str(span["version"]), int(span["start"]), int(span["end"])) for span in reported]
     spans = [span for span in spans if span.start < span.end]
     bounds = [0, *(bound for span in spans for bound in (span.start, span.end)), count]
@@ -419,6 +444,8 @@ def _read_sampling_mask(rows: Any, output_ids: Sequence[int]) -> SamplingMask:
         if token_id not in row:
             raise SGLangDecodingError(f"the sampling mask of token {place} lacks the sampled id {token_id}")
         token_ids.extend(row)
+    if min(token_ids, default=0) < 0:
+        raise SGLangDecodingError(f"a sampling mask holds {min(token_ids)}, which is no id")
     return SamplingMask(token_ids, array("i", map(len, rows)))
 
 

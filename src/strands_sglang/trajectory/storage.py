@@ -65,7 +65,7 @@ _GENERATION_FIELDS: tuple[str, ...] = (
 )
 
 
-_CONVERTED = frozenset({"weight_versions", "resumed_ids", "meta_info"})
+_CONVERTED = frozenset({"weight_version", "weight_versions", "resumed_ids", "meta_info"})
 
 
 class TrajectoryFileError(ValueError):
@@ -383,6 +383,7 @@ class _Reader:
         return Generation(
             **{name: answer[name] for name in _GENERATION_FIELDS if name not in _CONVERTED},
             meta_json=to_json(answer["meta_info"]),
+            weight_version=None if (version := answer["weight_version"]) is None else str(version),
             weight_versions=tuple(VersionSpan(*span) for span in answer["weight_versions"]),
             resumed_ids=tuple(answer["resumed_ids"]),
             output_ids=self._next("output_ids", count),

@@ -2274,3 +2274,20 @@ def test_equal_servers_give_the_same_client_in_any_spelling():
     assert (both.base_url, both.base_urls) == ("http://a:1", ("http://a:1", "http://b:1"))
     assert get_client(["http://a:1"]) is get_client("http://a:1")
     assert get_client("http://a:1") is not both
+
+
+async def test_a_client_that_is_dropped_unclosed_closes_its_connections():
+    closed = asyncio.Event()
+
+    class Transport(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request):
+            return httpx.Response(200, json=generation())
+
+        async def aclose(self):
+            closed.set()
+
+    client = SGLangClient("http://x", transport=Transport)
+    await client.generate([1], {})
+    del client
+    gc.collect()
+    await asyncio.wait_for(closed.wait(), 10)

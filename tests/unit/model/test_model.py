@@ -9,6 +9,7 @@ import pathlib
 import threading
 import weakref
 from array import array
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -32,6 +33,7 @@ from strands_sglang import (
     SGLangAbortedError,
     SGLangCancelledError,
     SGLangClient,
+    SGLangClientError,
     SGLangConnectionError,
     SGLangDeadlineError,
     SGLangDecodingError,
@@ -1086,6 +1088,39 @@ async def test_a_configuration_update_affects_the_next_call(rollout):
     assert server.requests[1].sampling_params["temperature"] == 0.0
 
 
+async def test_a_call_sees_all_of_a_configuration_update_or_nothing(rollout, monkeypatch):
+    """The other thread may finish while the update is under way, or wait for it."""
+    server, model = rollout(["ok", "ok"], enable_thinking=True)
+    under_way, finished = threading.Event(), threading.Event()
+    read, reads = ModelConfig.read, []
+
+    def paused(given):
+        reads.append(threading.current_thread())
+        if reads.count(updating) == 2:
+            under_way.set()
+            finished.wait(0.5)
+        return read(given)
+
+    def ask():
+        under_way.wait(30)
+        model.update_config(model_id="other")
+        asyncio.run(make_agent(model).invoke_async("a"))
+        finished.set()
+
+    update = {"enable_thinking": False, "sampling_params": {"temperature": 0.0}}
+    updating = threading.Thread(target=model.update_config, kwargs=update)
+    asking = threading.Thread(target=ask)
+    monkeypatch.setattr(ModelConfig, "read", paused)
+    for thread in (asking, updating):
+        thread.start()
+    for thread in (asking, updating):
+        await asyncio.to_thread(thread.join)
+    is_thinking = not server.requests[0].text.endswith("<think>\n\n</think>\n\n")
+    assert is_thinking == ("temperature" not in server.requests[0].sampling_params)
+    assert model.get_config()["model_id"] == "other"
+    assert model.get_config()["sampling_params"] == {"temperature": 0.0}
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [
@@ -1160,6 +1195,111 @@ async def test_prompt_logprobs_that_do_not_come_back_are_an_error(chatml_tokeniz
     model = SGLangModel(tokenizer=chatml_tokenizer, client=client, return_prompt_logprobs=True)
     with pytest.raises(SGLangDecodingError, match="logprob_start_len"):
         await make_agent(model).invoke_async("a")
+
+
+def places_in(value, place=()):
+    """Yield the path of every value in a JSON document, without the document itself."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, entry in inner:
+        yield (*place, key)
+        yield from places_in(entry, (*place, key))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"return_prompt_logprobs": True},
+        {"return_logprob": False},
+        {"request_fields": {"return_sampling_mask": True}, "sampling_params": {"top_k": 4}},
+    ],
+    ids=["prompt logprobs", "no logprobs", "sampling masks"],
+)
+async def test_no_value_in_an_answer_is_another_error_or_an_unreadable_file(chatml_tokenizer, config):
+    server = ScriptedSGLang(chatml_tokenizer, lambda request: "hello there you")
+    changed = {}
+
+    async def change(request):
+        response = await server.transport().handle_async_request(request)
+        body = json.loads(await response.aread())
+        if request.url.path == "/generate":
+            changed.setdefault("body", copy.deepcopy(body))
+            if "place" in changed:
+                *way, last = changed["place"]
+                holder = body
+                for key in way:
+                    holder = holder[key]
+                holder[last] = changed["value"]
+        return httpx.Response(response.status_code, json=body)
+
+    async def ask():
+        client = SGLangClient("http://x", transport=httpx.MockTransport(change), max_retries=0)
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=client, **config)
+        async for _ in model.stream([user("hi")]):
+            pass
+        return model.trajectory
+
+    await ask()
+    for place in places_in(changed["body"]):
+        for value in (None, -1, 0, 2**70, 1.5, True, "", "NaN", "x", [], {}):
+            changed.update(place=place, value=value)
+            try:
+                recorded = await ask()
+            except SGLangClientError:
+                continue
+            loaded = Trajectory.from_bytes(recorded.to_bytes())
+            assert loaded.turns[0].output_ids == recorded.turns[0].output_ids
+
+
+@pytest.mark.parametrize(
+    ("planned", "error"),
+    [
+        (lambda plan: None, (TypeError, "on_request returned None: return a RequestPlan, or raise")),
+        *(
+            (
+                lambda plan, most=most: replace(plan, sampling_params={"max_new_tokens": most}),
+                (ValueError, f"plan with max_new_tokens={most!r}: it must be"),
+            )
+            for most in (0, -1, "5", True)
+        ),
+    ],
+)
+async def test_a_plan_that_cannot_be_sent_is_named(rollout, planned, error):
+    server, model = rollout(["never"])
+    model.on_request = lambda turn, plan: planned(plan)
+    kind, told = error
+    with pytest.raises(kind, match=told):
+        async for _ in model.stream([user("hi")]):
+            pass
+    assert server.requests == []
+    assert statuses(model.trajectory) == ["failed"]
+
+
+async def test_each_request_has_a_seed_of_its_own_on_demand(rollout):
+    server, model = rollout(["a", "b", "c", "d"], random_seeds=True)
+    for question in ("1", "2"):
+        await make_agent(model).invoke_async(question)
+    model.update_config(sampling_params={"sampling_seed": 5})
+    await make_agent(model).invoke_async("3")
+    model.update_config(sampling_params={}, random_seeds=False)
+    await make_agent(model).invoke_async("4")
+    seeds = [request.sampling_params.get("sampling_seed") for request in server.requests]
+    assert len({*seeds[:2]}) == 2 and all(0 <= seed < 2**31 for seed in seeds[:2])
+    assert seeds[2:] == [5, None]
+    assert [turn.sampling_params.get("sampling_seed") for turn in model.trajectory.turns] == seeds
+
+
+async def test_a_tool_result_with_an_integer_of_any_length_reaches_the_model(rollout):
+    @tool
+    def power() -> dict:
+        """Return a power of ten."""
+        return {"status": "success", "content": [{"json": {"power": 10**5000, "few": 7}}]}
+
+    server, model = rollout([call("power"), "long"])
+    agent = make_agent(model, tools=[power])
+    await agent.invoke_async("10**5000?")
+    assert '"1' + "0" * 5000 + '"' in server.requests[1].text
+    assert '"few": 7' in server.requests[1].text
+    assert len(Trajectory.from_bytes(model.trajectory.to_bytes()).turns) == len(server.requests)
 
 
 async def test_a_busy_server_without_retries_is_throttling(chatml_tokenizer):

@@ -85,7 +85,12 @@ def test_response_aborted_in_the_queue_may_lack_keys():
         (response(meta={"output_token_logprobs": [None, None]}), "complete"),
         (response(meta={"input_token_logprobs": [None]}), "complete"),
         (response(meta={"e2e_latency": "x"}), "complete"),
+        (response(meta={"e2e_latency": "NaN"}), "e2e_latency is nan"),
         (response(meta={"prompt_tokens": None}), "complete"),
+        (response(meta={"weight_version": {}}), "weight_version is {}"),
+        (response(output_ids=[-7, 2], meta={"output_token_logprobs": [[-1, -7, None], [-1, 2, None]]}), "no id"),
+        (response(output_ids=[True, 2], meta={"output_token_logprobs": [[-1, 1, None], [-1, 2, None]]}), "no id"),
+        (response(meta={"finish_reason": {"type": "stop", "matched": ""}}), "unknown finish reason"),
         (response(meta={"finish_reason": {"type": "error", "message": "oom"}}), "unknown finish reason.*oom"),
         (response(meta={"finish_reason": None}), "complete"),
     ],
@@ -93,6 +98,23 @@ def test_response_aborted_in_the_queue_may_lack_keys():
 def test_incomplete_or_inconsistent_response_is_rejected(broken, message):
     with pytest.raises(SGLangDecodingError, match=message):
         read_generation(broken, logprobs_expected=True)
+
+
+def test_a_version_that_is_a_number_is_recorded_as_text():
+    generation = read_generation(response(meta={"weight_version": 3}), logprobs_expected=True)
+    assert (generation.weight_version, generation.weight_versions[0].version) == ("3", "3")
+
+
+def test_prompt_logprobs_are_those_of_the_prompt():
+    def read(reported, vocab_size=100):
+        scored = response(meta={"input_token_logprobs": [[None, 5, None], [-0.5, reported, None]]})
+        return read_generation(scored, logprobs_expected=True, prompt_ids=[4, 5, 9], vocab_size=vocab_size)
+
+    assert read(9).prompt_logprobs.tolist()[1] == -0.5
+    for other in (5, 0, None, "9"):
+        with pytest.raises(SGLangDecodingError, match=f"of token {other!r} where 9 was sent"):
+            read(other)
+    assert len(read(0, vocab_size=10).prompt_logprobs) == 2  # SGLang's id of the last one of the vocabulary
 
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63), 2**64 - 1)
