@@ -39,6 +39,7 @@ KINDS: Mapping[str, str] = {
     "context-clamped": "the end of the context cut an answer off",
     "left-out": "an episode is missing in the update, or is in it, without a reason",
     "group": "episodes of several prompts are in one group",
+    "repeated": "siblings sampled the same tokens, which chance does not do",
     "changed": "a recorded fact was changed later",
     "structure": "the parts of a file do not fit together",
 }
@@ -62,12 +63,14 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
     from .checks.evaluations import check_record
     from .checks.rows import check_rows
     from .checks.turns import check_turns
-    from .checks.values import check_repeated, check_values
+    from .checks.values import check_repeated, check_values, count_certain
 
     groups = list(groups)
+    certain = count_certain(groups)
     found: list[Finding] = []
     steps: dict[str, list[Group]] = {}
     for group in groups:
+        group.facts["certain"] = certain
         if group.kind == "step":
             steps.setdefault(group.file, []).append(group)
         for episode in group.episodes:

@@ -1,6 +1,7 @@
 """What the doctor finds in files with planted faults, and that it accuses no healthy file."""
 
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from safetensors.numpy import load_file, save_file
+from strands.types.exceptions import MaxTokensReachedException
 
 from strands_sglang import SGLangModel, credit
 from strands_sglang.cli import main
 from strands_sglang.inspection.doctor import KINDS, findings
 from strands_sglang.inspection.reading import UnreadableError, read
 from strands_sglang.inspection.show import COLORS, episode_lines
-from strands_sglang.testing import ScriptedExperts, ScriptedSGLang
+from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang
 from strands_sglang.viewer import render
 from support import specimens
 from support.agents import make_agent
@@ -868,3 +870,49 @@ def test_a_fault_in_a_trace_of_verifiers_is_found(tmp_path, node, call, copies, 
 def test_a_run_is_read_by_its_folder(healthy, tmp_path):
     shutil.copytree(healthy, tmp_path / "run" / "steps" / "step-000003")
     assert len(read([tmp_path / "run"])) == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "logprob", "kinds"),
+    [
+        ({"temperature": 1.0}, -1.0, ["repeated"]),
+        ({}, -1.0, ["repeated"]),
+        ({"temperature": 0}, -1.0, []),
+        ({"top_k": 1}, -1.0, []),
+        ({"top_p": 0.2}, -1.0, []),
+        ({"temperature": 1.0}, -0.1, []),  # an answer that is likely to come again
+    ],
+)
+def test_siblings_that_one_seed_made_equal_are_named(chatml_tokenizer, tmp_path, params, logprob, kinds):
+    ids = chatml_tokenizer.encode("an answer that that comes once and never again, word by word", add_special_tokens=False)
+    for name in ("a", "b"):
+        noise = random.Random(name)  # batches differ, so logprobs do in their last digits
+        logprobs = [logprob - noise.random() / 1e6 for _ in ids]
+        answers = [ScriptedAnswer(token_ids=ids, logprobs=logprobs, finish_reason="length")]
+        server = ScriptedSGLang(chatml_tokenizer, answers)
+        limit = {"max_new_tokens": len(ids)}
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), sampling_params={**params, **limit})
+        with contextlib.suppress(MaxTokensReachedException):
+            make_agent(model)("q")
+        model.trajectory.save(tmp_path / f"{name}.safetensors")
+    found = findings(read([tmp_path]))
+    assert [one.kind for one in found] == kinds
+    assert all("tokens are those of episode a: " in one.why for one in found)
+
+
+@pytest.mark.parametrize(("usual", "kinds"), [(0.0, []), (-1.5, ["logprobs"])])
+def test_a_policy_without_entropy_is_not_accused(chatml_tokenizer, tmp_path, usual, kinds):
+    """Tokens that are always certain are no fault; certain ones where no others are, are one."""
+    ids = chatml_tokenizer.encode("one and the same answer to all of it", add_special_tokens=False)
+    limit = {"max_new_tokens": len(ids)}
+    for number, logprob in enumerate((0.0, usual)):
+        noise = random.Random(number)
+        logprobs = [logprob * (1 + noise.random()) for _ in ids]
+        server = ScriptedSGLang(
+            chatml_tokenizer, [ScriptedAnswer(token_ids=ids, logprobs=logprobs, finish_reason="length")]
+        )
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), sampling_params=limit)
+        with contextlib.suppress(MaxTokensReachedException):
+            make_agent(model)("q")
+        model.trajectory.save(tmp_path / f"{number}.safetensors")
+    assert [one.kind for one in findings(read([tmp_path]))] == kinds

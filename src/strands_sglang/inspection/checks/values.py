@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,10 @@ from .turns import Facts
 
 ENOUGH = 8
 """Number of sampled tokens whose logprobs do not agree by chance."""
+CHANCE = -20.0
+"""Logarithm of a probability that no run of ours meets, 2e-9."""
+CERTAIN = -1e-6
+"""Logprobs above this are those of tokens that a policy without entropy samples."""
 
 
 def check_values(group: Group, episode: Episode) -> Iterator[Facts]:
@@ -31,7 +35,7 @@ def check_values(group: Group, episode: Episode) -> Iterator[Facts]:
     pieces = episode.facts.get("pieces") or group.vocabulary
     largest = max((token_id for token_id, piece in pieces.items() if piece), default=None)
     for turn, mask in zip(episode.turns, _trained(episode), strict=True):
-        checks = [_logprobs(turn, mask, has_logprobs), _spans(turn), _vocabulary(turn, largest)]
+        checks = [_logprobs(turn, mask, has_logprobs, group), _spans(turn), _vocabulary(turn, largest)]
         if "turn" in turn.facts:
             checks += [_counts(turn), _stop(turn), _grammar(turn, mask), _said(turn, pieces)]
         for check in checks:
@@ -40,13 +44,21 @@ def check_values(group: Group, episode: Episode) -> Iterator[Facts]:
     yield from _end(episode)
 
 
+def count_certain(groups: Iterable[Group]) -> tuple[int, int]:
+    """Return the number of sampled tokens that were certain, and of all with a logprob."""
+    columns = [turn.sampled.logprobs for group in groups for episode in group.episodes for turn in episode.turns]
+    known = [column for column in columns if column is not None]
+    return sum(int((column > CERTAIN).sum()) for column in known), sum(map(len, known))
+
+
 def check_repeated(group: Group) -> Iterator[Facts]:
     """Find answers and logprobs that are in a group twice, and versions that cannot be compared.
 
-    Every request has its own id, and no two answers get the same logprobs by chance.
+    Every request has its own id, and no two answers get the same logprobs, or the same unlikely tokens, by chance.
     """
     requests: dict[str, tuple[Episode, TurnRecord]] = {}
     columns: dict[bytes, tuple[Episode, TurnRecord]] = {}
+    answers: dict[tuple[bytes, bytes], Episode] = {}
     names = Counter(episode.id for episode in group.episodes if group.kind in ("openenv", "verifiers"))
     for name, count in names.items():
         if count > 1:
@@ -66,7 +78,27 @@ def check_repeated(group: Group) -> Iterator[Facts]:
             if (turn.sampled.ids[:ENOUGH] != earlier.sampled.ids[:ENOUGH]).any():
                 why = f"its logprobs are those of {_named(before, earlier, episode)}, which sampled other tokens"
                 yield {"kind": "logprobs", "why": why, "token": 0, "count": len(turn.sampled), **at}
+            if turn is not episode.turns[0] or _log_chance(turn) > CHANCE:
+                continue
+            tokens = (turn.prompt.ids.tobytes(), turn.sampled.ids.tobytes())
+            if (sibling := answers.setdefault(tokens, episode)) is not episode:
+                why = (
+                    f"its {len(turn.sampled)} sampled tokens are those of episode {sibling.id}: the server samples "
+                    "equal prompts with one seed; see random_seeds of SGLangModel"
+                )
+                yield {"kind": "repeated", "why": why, **at}
     yield from _names(group)
+
+
+def _log_chance(turn: TurnRecord) -> float:
+    """Return the logarithm of the probability to sample an answer again, at most; 0 if it is unknown."""
+    given, logprobs = turn.facts.get("sampling_params"), turn.sampled.logprobs
+    if given is None or logprobs is None or turn.is_constrained:
+        return 0.0
+    top_p, is_cut = float(given.get("top_p") or 1.0), 0 < (given.get("top_k") or 0) < 20 or given.get("min_p")
+    if given.get("temperature") == 0 or is_cut:
+        return 0.0
+    return float(logprobs.sum()) - len(logprobs) * math.log(top_p)
 
 
 def _named(episode: Episode, turn: TurnRecord, own: Episode) -> str:
@@ -86,7 +118,7 @@ def _trained(episode: Episode) -> list[Any]:
 # --- logprobs and versions ---
 
 
-def _logprobs(turn: TurnRecord, trained: Any, has_logprobs: bool) -> Iterator[Facts]:
+def _logprobs(turn: TurnRecord, trained: Any, has_logprobs: bool, group: Group) -> Iterator[Facts]:
     values = turn.sampled.logprobs
     if values is None:
         if has_logprobs and trained.any():
@@ -100,7 +132,12 @@ def _logprobs(turn: TurnRecord, trained: Any, has_logprobs: bool) -> Iterator[Fa
     known = values[trained]
     # Near temperature 0 every sampled token has probability 1.
     is_cold = 0 < float(turn.facts.get("sampling_params", {}).get("temperature") or 1.0) < 0.5
-    if len(known) >= ENOUGH and (known == known[0]).all() and not is_cold:
+    if len(known) < ENOUGH or (known != known[0]).any() or is_cold:
+        return
+    # The tokens of all other turns tell how often this policy is certain.
+    certain, count = group.facts["certain"]
+    share = (certain - (values > CERTAIN).sum() + 1) / (count - len(values) + 1)
+    if known[0] < CERTAIN or share ** len(known) < math.exp(CHANCE):
         why = f"all {len(known)} trained tokens have the logprob {known[0]:g}: no model gave it"
         yield {"kind": "logprobs", "why": why, "token": int(np.flatnonzero(trained)[0]), "count": len(known)}
 
