@@ -884,7 +884,7 @@ def test_a_run_is_read_by_its_folder(healthy, tmp_path):
     ],
 )
 def test_siblings_that_one_seed_made_equal_are_named(chatml_tokenizer, tmp_path, params, logprob, kinds):
-    ids = chatml_tokenizer.encode("an answer that that comes once and never again, word by word", add_special_tokens=False)
+    ids = chatml_tokenizer.encode("an answer that comes once and never again, word by word", add_special_tokens=False)
     for name in ("a", "b"):
         noise = random.Random(name)  # batches differ, so logprobs do in their last digits
         logprobs = [logprob - noise.random() / 1e6 for _ in ids]
