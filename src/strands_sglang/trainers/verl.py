@@ -25,6 +25,7 @@ import orjson
 from ..client.client import SGLangClient
 from ..credit import Episode, TrainingRow, as_number, training_rows, version_number
 from ..model.model import SGLangModel
+from ..outcomes import OUTCOMES, RewardRule
 from .records import newest_version, refuse_images
 
 logger = logging.getLogger(__name__)
@@ -39,13 +40,15 @@ class ServerManagerTransport(httpx.AsyncBaseTransport):
     verl keeps an episode on one server by its request id, for which the routing key is used.
     """
 
-    def __init__(self, server_manager: Any) -> None:
+    def __init__(self, server_manager: Any, rollout: Any = None) -> None:
         """Set up.
 
         Args:
             server_manager: The `server_manager` of verl's `AgentLoopBase`.
+            rollout: verl's settings of the rollout, whose lengths limit an answer.
         """
         self._server_manager = server_manager
+        self._rollout = rollout
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the response of verl's servers, in the form of SGLang's."""
@@ -56,16 +59,19 @@ class ServerManagerTransport(httpx.AsyncBaseTransport):
         refused = {"image_data", "return_routed_experts", "return_sampling_mask"} & body.keys()
         if refused:
             return _response(request, 400, {"error": {"message": f"verl's server manager has no {min(refused)}"}})
+        params = body["sampling_params"]
+        if limit := self._limit(len(body["input_ids"]), params.get("max_new_tokens")):
+            params["max_new_tokens"] = limit
         output = await self._server_manager.generate(
             request_id=body.get("routing_key") or rid,
             prompt_ids=body["input_ids"],
-            sampling_params={**body["sampling_params"], "logprobs": True},
+            sampling_params={**params, "logprobs": True},
         )
         ids, logprobs = list(output.token_ids), output.log_probs
         # verl names the end as its backend does: SGLang's reasons, or "completed" and "aborted".
         finish = {"completed": "stop", "aborted": "abort", None: "stop"}.get(output.stop_reason, output.stop_reason)
-        limit = body["sampling_params"].get("max_new_tokens")
-        if finish == "stop" and limit is not None and len(ids) >= limit:
+        # verl's vLLM server names an answer that was cut at the limit "completed", too.
+        if output.stop_reason in ("completed", None) and limit and len(ids) >= limit:
             finish = "length"
         meta: dict[str, Any] = {
             "id": rid,
@@ -87,45 +93,93 @@ class ServerManagerTransport(httpx.AsyncBaseTransport):
             }
         return _response(request, 200, {"text": "", "output_ids": ids, "meta_info": meta})
 
+    def _limit(self, prompt: int, asked: int | None) -> int | None:
+        """Return the number of tokens at which verl's servers cut an answer; None if nothing tells.
+
+        They do not report it. The rule is that of `vllm_async_server.py` and `async_sglang_server.py` in verl 0.9.1.
+        """
+        rollout = self._rollout
+        if rollout is None:
+            return asked
+        whole = rollout.prompt_length + rollout.response_length
+        limit = min(rollout.response_length, whole - prompt) if asked is None else asked
+        return max(1, min(limit, (getattr(rollout, "max_model_len", None) or whole) - prompt))
+
 
 def _response(request: httpx.Request, status: int, content: dict[str, Any]) -> httpx.Response:
     headers = {"content-type": "application/json"}
     return httpx.Response(status, content=orjson.dumps(content), headers=headers, request=request)
 
 
+class UntrainablePromptError(RuntimeError):
+    """No episode of a prompt can be trained; the log says why. verl counts the prompt as failed, and continues."""
+
+
 @dataclass
 class _Siblings:
-    """The episodes of a prompt, which a worker of verl runs at once.
-
-    verl trains the only episode that is left of a group with a baseline of 0, so it is held back until the last ends.
-    """
+    """The episodes of a prompt, which a worker of verl runs at once: what one returns depends on the others."""
 
     started: int = 0
     running: int = 0
-    trained: int = 0
+    rewards: list[float | None] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def outputs_of(self, episode: Awaitable[list[Any]], name: str) -> list[Any]:
+    async def outputs_of(self, episode: Awaitable[list[Any]]) -> list[Any]:
         """Return what an episode trains, once its siblings have ended, too."""
         self.started += 1
         self.running += 1
         try:
             outputs = await episode
-            self.trained += bool(outputs)
+            if outputs:
+                self.rewards.append(outputs[-1].reward_score)
         finally:
             self.running -= 1
             if not self.running:
                 self.ended.set()
         await self.ended.wait()
-        if outputs and self.trained == 1 < self.started:
-            logger.warning(
-                "prompt=<%s> | left out of training: the only episode of its group that can be trained", name
-            )
-            return []
         return outputs
 
 
-def agent_loop(name: str, *, max_staleness: int | None = None, **model_config: Any) -> Callable[[RunEpisode], type]:
+def _worker_call() -> Mapping[str, Any]:
+    """Return the variables of verl's `_run_agent_loop`, if it called the caller; else none.
+
+    verl tells an agent loop neither whether it validates nor which of its workers asks. Both decide what to return.
+    """
+    frame = sys._getframe(2)
+    return frame.f_locals if frame.f_code.co_name == "_run_agent_loop" else {}
+
+
+SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "algorithm.adv_estimator": ("grpo",),
+    "algorithm.use_kl_in_reward": (False,),
+    "actor_rollout_ref.actor.loss_agg_mode": ("token-mean",),
+}
+"""Settings of verl that change what a row of an episode counts, with the values that are right for several rows."""
+
+
+def check_config(config: Any) -> None:
+    """Check verl's settings that change what a row of an episode counts.
+
+    Args:
+        config: verl's whole configuration. Settings that it lacks are not checked.
+
+    Raises:
+        ValueError: A setting has another value than those in `SETTINGS`.
+    """
+    for name, allowed in SETTINGS.items():
+        value = config
+        for part in name.split("."):
+            value = getattr(value, part, None)
+        if value is not None and value not in allowed:
+            raise ValueError(
+                f"verl's {name} is {value!r}, which trains the rows of an episode as episodes of their own: "
+                f"use {allowed[0]!r}; see docs/guides/verl.md"
+            )
+
+
+def agent_loop(
+    name: str, *, max_staleness: int | None = None, scored_by_verl: bool = False, **model_config: Any
+) -> Callable[[RunEpisode], type]:
     """Turn a function into an agent loop that verl finds by name.
 
     verl imports the decorated function by its module and name, in its workers.
@@ -133,13 +187,16 @@ def agent_loop(name: str, *, max_staleness: int | None = None, **model_config: A
     Args:
         name: Name of the loop: `agent_name` in the dataset, or `rollout.agent.default_agent_loop`.
         max_staleness: See `agent_loop_outputs`.
+        scored_by_verl: See `agent_loop_outputs`.
         **model_config: Arguments of the [`SGLangModel`][strands_sglang.SGLangModel], without its sampling parameters,
             which are verl's.
 
     Returns:
-        A decorator of a function `run_episode(model, fields)`, which returns an `AgentLoopBase` subclass. An episode
-            without a reward is scored by verl, unless its outcome says nothing about the policy. What cannot be trained
-            is logged and returned as an empty list, which verl drops; so is an episode whose siblings all are.
+        A decorator of a function `run_episode(model, fields)`, which returns an `AgentLoopBase` subclass. What cannot
+            be trained is logged. verl's worker for TransferQueue gets an empty list for it, which it drops, and so it
+            does for an episode whose siblings are all left out; a prompt without any raises `UntrainablePromptError`.
+            verl's other worker needs one row per episode: it gets a row without a trained token, whose reward is the
+            mean of its siblings'.
     """
 
     def decorate(run_episode: RunEpisode) -> type:
@@ -148,19 +205,35 @@ def agent_loop(name: str, *, max_staleness: int | None = None, **model_config: A
         prompts: dict[str, _Siblings] = {}
 
         class StrandsAgentLoop(AgentLoopBase):
-            async def run(self, sampling_params: dict[str, Any], **fields: Any) -> list[Any]:
-                # Sessions have numbers in verl's worker for TransferQueue, which runs all of a prompt at once. Its
-                # other worker may get only some of them.
-                uid = str(fields["uid"]) if "session_id" in fields else ""
+            async def run(self, sampling_params: dict[str, Any], **fields: Any) -> Any:
+                check_config(self.config)
+                call = _worker_call()
+                takes_lists = not call or "session_id" in fields  # only verl's worker for TransferQueue has sessions
+                uid = str(fields.get("uid", ""))
                 siblings = prompts.setdefault(uid, _Siblings()) if uid else _Siblings()
                 try:
-                    return await siblings.outputs_of(self._outputs(sampling_params, fields), uid)
+                    outputs = await siblings.outputs_of(self._outputs(sampling_params, fields, takes_lists))
                 finally:
                     if prompts.get(uid) is siblings and not siblings.running:
                         del prompts[uid]
+                if not takes_lists:
+                    return outputs[0] if outputs else _filler(siblings, self.tokenizer)
+                trained = len(siblings.rewards)
+                if trained > 1 or trained == siblings.started or not call or call["trajectory"]["validate"]:
+                    return outputs
+                if not trained:
+                    raise UntrainablePromptError(f"no episode of prompt {uid!r} can be trained")
+                if outputs:
+                    logger.warning(
+                        "prompt=<%s> | left out of training: the only episode of its group that can be trained", uid
+                    )
+                return []
 
-            async def _outputs(self, sampling_params: dict[str, Any], fields: Mapping[str, Any]) -> list[Any]:
-                client = SGLangClient("http://verl", transport=ServerManagerTransport(self.server_manager))
+            async def _outputs(
+                self, sampling_params: dict[str, Any], fields: Mapping[str, Any], takes_lists: bool
+            ) -> list[Any]:
+                rollout = self.config.actor_rollout_ref.rollout
+                client = SGLangClient("http://verl", transport=ServerManagerTransport(self.server_manager, rollout))
                 model = SGLangModel(
                     tokenizer=self.tokenizer,
                     client=client,
@@ -168,13 +241,18 @@ def agent_loop(name: str, *, max_staleness: int | None = None, **model_config: A
                     **model_config,
                 )
                 episode = await run_episode(model, fields)
-                rollout = self.config.actor_rollout_ref.rollout
-                return agent_loop_outputs(
+                outputs = agent_loop_outputs(
                     episode,
                     prompt_length=rollout.prompt_length,
                     response_length=rollout.response_length,
                     max_staleness=max_staleness,
+                    scored_by_verl=scored_by_verl,
                 )
+                if len(outputs) > 1 and not takes_lists:
+                    rows = f"it has {len(outputs)} rows, and verl's AgentLoopWorker takes one"
+                    logger.warning("episode=<%s> | left out of training: %s", episode.id, rows)
+                    return []
+                return outputs
 
         StrandsAgentLoop.__module__ = run_episode.__module__
         StrandsAgentLoop.__qualname__ = StrandsAgentLoop.__name__ = run_episode.__name__
@@ -185,12 +263,35 @@ def agent_loop(name: str, *, max_staleness: int | None = None, **model_config: A
     return decorate
 
 
+def _filler(siblings: _Siblings, tokenizer: Any) -> Any:
+    """Return the row of an episode that is left out, for verl's `AgentLoopWorker`, which needs one of each.
+
+    It trains no token. Its reward is the mean of its siblings', which leaves the baseline of their group as it is, and
+    gives the only one that is left the advantage 0.
+    """
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    rewards = [reward for reward in siblings.rewards if reward is not None]
+    end = tokenizer.eos_token_id or 0
+    return AgentLoopOutput(
+        prompt_ids=[end],
+        response_ids=[end],
+        response_mask=[0],
+        response_logprobs=[0.0],
+        reward_score=sum(rewards) / len(rewards) if rewards else 0.0,
+        num_turns=0,
+        metrics=AgentLoopMetrics(),
+        extra_fields={"reward_extra_info": {}},
+    )
+
+
 def agent_loop_outputs(
     episode: Episode,
     *,
     prompt_length: int | None = None,
     response_length: int | None = None,
     max_staleness: int | None = None,
+    scored_by_verl: bool = False,
 ) -> list[Any]:
     """Return the rows of an episode as verl's `AgentLoopOutput`s, for an agent loop of your own.
 
@@ -201,6 +302,8 @@ def agent_loop_outputs(
         prompt_length: Maximum number of tokens before the first trained one, verl's `rollout.prompt_length`.
         response_length: Maximum number of tokens from there on, verl's `rollout.response_length`.
         max_staleness: Largest difference between the versions of the weights that sampled the episode's tokens.
+        scored_by_verl: Whether verl's reward function scores an episode without a reward. One that failed or ran out of
+            time is left out nevertheless.
 
     Returns:
         The outputs; none if the episode cannot be trained. The log says why.
@@ -214,7 +317,9 @@ def agent_loop_outputs(
     if episode.turn_rewards:
         raise ValueError("verl takes one reward per episode, at its end: leave out turn_rewards")
     newest = None if max_staleness is None else newest_version([episode])
-    scored = episode if episode.reward is not None else replace(episode, reward=0.0)
+    rule = RewardRule.COMPUTED if episode.outcome is None else OUTCOMES[episode.outcome].reward
+    by_verl = scored_by_verl and episode.reward is None and rule is RewardRule.COMPUTED
+    scored = replace(episode, reward=0.0) if by_verl else episode
     rows = training_rows([scored], baseline=None, max_staleness=max_staleness, version=newest)
     refuse_images(rows, "verl's output")
     reason = next(iter(rows.left_out.values()), None) or _too_long(rows, prompt_length, response_length)

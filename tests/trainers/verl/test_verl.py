@@ -1,8 +1,13 @@
 """verl's own post-processing, advantages and loss on our rows: each episode counts once, each sampled token once."""
 
 import asyncio
+import contextlib
 import itertools
+import os
+import re
 import runpy
+import subprocess
+import sys
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +16,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import verl
 import verl.trainer.ppo.v1.agent_loop_tq as agent_loop_tq
 from omegaconf import OmegaConf
+from strands.types.exceptions import MaxTokensReachedException
 from verl import DataProto
-from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
-from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker, _agent_loop_registry
+from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss, compute_grpo_outcome_advantage
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.workers.rollout.replica import TokenOutput
 
@@ -27,6 +34,7 @@ from strands_sglang.trainers.verl import agent_loop, agent_loop_outputs
 from support.agents import build_chatml_tokenizer, call, make_agent
 from trainers import paper
 
+ROOT = Path(__file__).parents[3]
 REWARDS = (1.0, 0.0, 0.5, 1.0)
 
 
@@ -198,9 +206,18 @@ def test_images_are_refused(episodes):
         agent_loop_outputs(seen)
 
 
-def test_an_episode_without_reward_is_scored_by_verl(episodes):
-    outputs = agent_loop_outputs(replace(episodes[1], reward=None))
+@pytest.mark.parametrize("outcome", [None, "task_complete", "max_tokens_reached"])
+def test_an_episode_without_reward_is_scored_by_verl_on_demand(episodes, outcome):
+    unscored = replace(episodes[1], reward=None, outcome=outcome)
+    assert agent_loop_outputs(unscored) == []
+    outputs = agent_loop_outputs(unscored, scored_by_verl=True)
     assert [output.reward_score for output in outputs] == [None, None]
+
+
+@pytest.mark.parametrize("outcome", ["timeout", "infrastructure_error", "aborted"])
+def test_verl_does_not_score_what_did_not_end(episodes, outcome):
+    unscored = replace(episodes[1], reward=None, outcome=outcome)
+    assert agent_loop_outputs(unscored, scored_by_verl=True) == []
 
 
 class ServerManager:
@@ -268,8 +285,9 @@ def test_a_group_of_one_would_have_its_reward_as_advantage(episodes, processed):
 @pytest.mark.parametrize(
     ("failed", "trained"), [((0,), [1, 2]), ((0, 2), []), ((1, 2), []), ((0, 1, 2), []), ((), [0, 1, 2])]
 )
-def test_the_last_episode_of_a_group_is_left_out(worker, kept, episodes, caplog, failed, trained):
-    """verl's own worker runs the group, whose first episode ends last."""
+@pytest.mark.parametrize("validate", [False, True])
+def test_the_last_episode_of_a_group_is_left_out(worker, kept, episodes, caplog, failed, trained, validate):
+    """verl's own worker runs the group, whose first episode ends last. Validation counts every answer."""
     started = itertools.count()
     order = asyncio.Event()
 
@@ -283,18 +301,112 @@ def test_the_last_episode_of_a_group_is_left_out(worker, kept, episodes, caplog,
         assert number == fields["session_id"]
         return replace(episodes[number], outcome="infrastructure_error" if number in failed else None)
 
-    rollout = OmegaConf.create({"n": 3, "prompt_length": 1000, "response_length": 1000})
-    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
+    configure(worker, n=3, val_kwargs={"n": 3})
+    place("grouped", grouped)
+    prompt = {"uid": "u", "agent_name": "grouped", "global_steps": 1, "index": 0}
+    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
+    asyncio.run(worker._run_prompt(prompt, {"temperature": 1.0}, trajectory))
+    is_lost = len(failed) == 3 and not validate
+    assert kept.pop("u") == ("failure" if is_lost else "finished")
+    assert ("no episode of prompt 'u' can be trained" in caplog.text) == is_lost
+    if validate:
+        trained = sorted({0, 1, 2} - set(failed))
+    assert sorted({int(key.split("_")[1]) for key in kept}) == trained
+    withheld = len(failed) == 2 and not validate
+    assert ("the only episode of its group that can be trained" in caplog.text) == withheld
+
+
+def configure(worker, **rollout):
+    """Give one of verl's workers what its constructor would: settings and a tokenizer, but no servers."""
+    settings = OmegaConf.create({"prompt_length": 1000, "response_length": 1000, **rollout})
+    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": settings}, "data": {}})
+    worker.rollout_config, worker.mm_processor_kwargs = settings, {}
     worker.llm_client, worker.tokenizer, worker.hf_model_type = ServerManager(), build_chatml_tokenizer(), "qwen3"
     worker.dataset_cls, worker.tools = None, []
-    _agent_loop_registry["grouped"]["_target_"] = f"{__name__}.GROUPED"
-    globals()["GROUPED"] = grouped
-    prompt = {"uid": "u", "agent_name": "grouped", "global_steps": 1, "index": 0}
+
+
+def place(name, loop):
+    """Let verl find an agent loop that a test defines."""
+    _agent_loop_registry[name]["_target_"] = f"{__name__}.{name.upper()}"
+    globals()[name.upper()] = loop
+
+
+@pytest.mark.parametrize(
+    ("failed", "expected"),
+    [((), [1.0, -1.0]), ((0,), [None, 0.0]), ((0, 1), [None, None]), ((2,), [None, 0.0])],
+)
+def test_verls_other_worker_gets_one_row_per_episode(worker, episodes, caplog, failed, expected):
+    """`AgentLoopWorker`, of fully async and one-step-off training: `expected` is the advantage of each episode."""
+    worker = object.__new__(AgentLoopWorker)
+    worker.reward_loop_worker_handles = worker.teacher_key = worker.processor = None
+    worker.distillation_enabled = False
+    configure(worker, n=2)
+    pair = [replace(episodes[0], reward=1.0), replace(episodes[0], id="second", reward=0.0)]
+    pair = [replace(one, outcome="infrastructure_error" if at in failed else None) for at, one in enumerate(pair)]
+    if failed == (2,):  # nothing failed, but the first has two rows
+        pair[0] = episodes[1]
+    numbers = itertools.count()
+
+    @agent_loop("single_rows")
+    async def single_rows(model, fields):
+        return pair[next(numbers)]
+
+    place("single_rows", single_rows)
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
-    asyncio.run(worker._run_prompt(prompt, {"temperature": 1.0}, trajectory))
-    assert kept.pop("u") == "finished"
-    assert sorted({int(key.split("_")[1]) for key in kept}) == trained
-    assert ("the only episode of its group that can be trained" in caplog.text) == (len(failed) == 2)
+    fields = {"agent_name": "single_rows", "uid": "u", "raw_prompt": [{"role": "user", "content": "q"}]}
+
+    async def run():
+        return await asyncio.gather(
+            *(asyncio.create_task(worker._run_agent_loop({"temperature": 1.0}, trajectory, **fields)) for _ in range(2))
+        )
+
+    batch = worker._postprocess(asyncio.run(run()))
+    assert batch.batch["response_mask"].any(dim=1).tolist() == [one is not None for one in expected]
+    advantages, _ = compute_grpo_outcome_advantage(
+        batch.batch["rm_scores"], batch.batch["response_mask"], np.array(["u", "u"]), norm_adv_by_std_in_grpo=True
+    )
+    for row, mask, one in zip(advantages, batch.batch["response_mask"].bool(), expected, strict=True):
+        assert row[mask].tolist() == pytest.approx([0.0 if one is None else one / 2**0.5] * int(mask.sum()), abs=1e-4)
+    assert ("takes one" in caplog.text) == (failed == (2,))
+
+
+@pytest.mark.parametrize("reason", ["completed", "stop", "length"])
+@pytest.mark.parametrize("asked", [None, 12])
+async def test_an_answer_that_verl_cuts_never_looks_complete(reason, asked):
+    """verl's vLLM server names the end of every answer "completed", and chooses the limit itself."""
+    tokenizer = build_chatml_tokenizer()
+    manager = ServerManager((tokenizer.encode("one two three four five six seven eight nine ten ")[:12], reason, 1))
+
+    @agent_loop("cut")
+    async def cut(model, fields):
+        with pytest.raises(MaxTokensReachedException) if reason != "stop" else contextlib.nullcontext():
+            await make_agent(model).invoke_async("Tell me.")
+        return Episode(model.trajectory, 1.0, "g")
+
+    loop = object.__new__(cut)
+    loop.server_manager, loop.tokenizer = manager, tokenizer
+    rollout = SimpleNamespace(prompt_length=1000, response_length=12)
+    loop.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    await loop.run({"temperature": 1.0} if asked is None else {"max_new_tokens": asked})
+    assert [sampling["max_new_tokens"] for _, _, sampling in manager.calls] == [12]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("algorithm.adv_estimator", "rloo"),
+        ("algorithm.use_kl_in_reward", True),
+        ("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-mean"),
+    ],
+)
+def test_settings_that_would_count_rows_as_episodes_are_refused(name, value):
+    """The others of verl's own defaults are as they should be."""
+    config = OmegaConf.load(Path(verl.__file__).parent / "trainer/config/_generated_ppo_trainer.yaml")
+    OmegaConf.update(config, "algorithm.adv_estimator", "grpo")
+    adapter.check_config(config)
+    OmegaConf.update(config, name, value)
+    with pytest.raises(ValueError, match=name):
+        adapter.check_config(config)
 
 
 async def test_an_episode_alone_by_the_settings_is_trained(episodes):
@@ -310,7 +422,7 @@ async def test_an_episode_alone_by_the_settings_is_trained(episodes):
 
 
 def test_the_example_is_an_agent_loop():
-    path = Path(__file__).parents[3] / "examples/verl/calculator_loop.py"
+    path = ROOT / "examples/verl/calculator_loop.py"
     tokenizer = build_chatml_tokenizer()
     end = tokenizer.eos_token_id
     answers = [
@@ -335,3 +447,40 @@ def test_mixed_versions_above_the_limit_are_left_out(episodes, caplog):
     assert first.extra_fields == {"min_global_steps": 3, "max_global_steps": 4}
     assert agent_loop_outputs(mixed, max_staleness=2) == []
     assert "older than max_staleness=2" in caplog.text
+
+
+FRESH = """
+import asyncio, sys
+from omegaconf import OmegaConf
+from hydra import compose, initialize_config_module
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker, _agent_loop_registry
+
+with initialize_config_module("verl.trainer.config", version_base=None):
+    config = compose("ppo_trainer", overrides=[*sys.argv[2:], f"actor_rollout_ref.model.path={sys.argv[1]}"])
+worker = AgentLoopWorker(config, None)
+print(sorted(set(_agent_loop_registry) - {"single_turn_agent", "tool_agent"}))
+trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
+try:
+    asyncio.run(worker._run_agent_loop(
+        {"temperature": 1.0}, trajectory, agent_name=worker.rollout_config.agent.default_agent_loop, uid="u",
+        raw_prompt=[{"role": "user", "content": "What is 6 * 7?"}], reward_model={"ground_truth": "42"},
+    ))
+except AttributeError as error:  # no servers here: the episode has begun, and asks for its first answer
+    print(error)
+"""
+
+
+def test_the_guides_settings_reach_the_loop_in_a_fresh_worker(reference, folder):
+    """The settings as the guide lists them, read by verl's own configuration and worker, in a process of its own."""
+    build_chatml_tokenizer().save_pretrained(folder)
+    guide = (ROOT / "docs/guides/verl.md").read_text()
+    (settings,) = re.findall(r"```bash\n.*?verl\.trainer\.main_ppo(.*?)```", guide, re.DOTALL)
+    overrides = [one for one in settings.replace("\\", " ").split() if "=" in one and "..." not in one]
+    assert len(overrides) >= 4
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "examples/verl"), os.environ["PYTHONPATH"]])}
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, folder, *overrides],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert "['calculator']" in done.stdout.splitlines(), done.stderr
+    assert "left out of training: the outcome agent_error" in done.stderr, done.stderr
