@@ -28,9 +28,8 @@ import platform
 import signal
 import socket
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 try:
@@ -45,6 +44,7 @@ from strands_sglang import TerminationReason
 from .core import Observation, StepResult
 from .eval.checkpoint import Prompt, decode, encode
 from .eval.episodes import Episode, Episodes, ExecutorError, Runner, until_done
+from .eval.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -329,29 +329,14 @@ class _Actor:
 
     Attributes:
         handle: Ray's handle.
-        node: Node that it runs on; None while it takes no samples.
-        load: Number of its episodes.
         checked: Done once it was first ready; its result says why no episode can run there, or None.
         lost: Set once an episode was lost with it.
-        alone: Set once the sample that shares it with no other can run; None if there is no such sample.
     """
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
-        self.node: str | None = None
-        self.load = 0
         self.checked: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
-        self.alone: asyncio.Event | None = None
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """A sample for which no actor has room yet."""
-
-    prompt_id: str
-    is_alone: bool
-    actor: asyncio.Future[_Actor]
 
 
 class _Pool:
@@ -360,10 +345,10 @@ class _Pool:
     def __init__(self, handles: Sequence[Any], max_concurrency: int, settings: RayExecutor) -> None:
         self._handles = handles
         self._actors = [_Actor(handle) for handle in handles]  # those that may run episodes
-        self._max_concurrency = max_concurrency
         self._settings = settings
-        self._latest: dict[str, _Actor] = {}  # by prompt
-        self._queue: deque[_Waiting] = deque()
+        self._placement: Placement[_Actor, asyncio.Future[_Actor]] = Placement(
+            per_actor=settings.episodes_per_actor, max_concurrency=max_concurrency
+        )
         self._numbers = itertools.count()
         self._last_problem = ""  # of the actor that was left out last
         self._watching = [asyncio.ensure_future(self._watch(actor)) for actor in self._actors]
@@ -411,7 +396,7 @@ class _Pool:
         return cast("dict[str, Any]", await self._call("identity", prompt))
 
     async def _call(self, method: str, prompt: Prompt, *, alone: bool = False) -> Any:
-        actor = await self._take(prompt.id, alone=alone)
+        sample, actor = await self._take(prompt.id, alone=alone)
         try:
             number = next(self._numbers)
             answer = asyncio.wrap_future(getattr(actor.handle, method).remote(number, prompt).future())
@@ -420,68 +405,41 @@ class _Pool:
             return answer.result()
         except RayError as error:
             if _is_loss(error):
-                actor.node = None  # it takes no samples until it is ready again
+                self._placement.close(actor)  # until it is ready again
                 actor.lost.set()
             raise
         finally:
-            self._give_back(actor, alone=alone)
+            self._leave(sample)
 
     # --- placement ---
 
-    async def _take(self, prompt_id: str, *, alone: bool) -> _Actor:
-        """Wait for an actor that has room, or none but this sample, and count one more episode of it."""
+    async def _take(self, prompt_id: str, *, alone: bool) -> tuple[asyncio.Future[_Actor], _Actor]:
+        """Wait for an actor; return the sample's name in the placement, which it has to leave, and the actor."""
         while True:
-            sample = _Waiting(prompt_id, alone, asyncio.get_running_loop().create_future())
-            self._queue.append(sample)
+            sample: asyncio.Future[_Actor] = asyncio.get_running_loop().create_future()
+            self._placement.wait(sample, prompt_id, alone=alone)
             self._place()
             try:
-                actor = await sample.actor
-                if actor.alone is not None:
-                    await actor.alone.wait()
-                if actor.node is not None:
-                    return actor
-            except asyncio.CancelledError:
-                if sample.actor.done() and not sample.actor.cancelled():
-                    self._give_back(sample.actor.result(), alone=alone)
+                actor = await sample
+            except BaseException:
+                self._leave(sample)
                 raise
-            self._give_back(actor, alone=alone)  # lost to what ran there before
+            if self._placement.is_open(actor):
+                return sample, actor
+            self._leave(sample)  # lost to what ran there before
 
-    def _give_back(self, actor: _Actor, *, alone: bool) -> None:
-        actor.load -= 1
-        if alone:
-            actor.alone = None
-        elif actor.alone is not None and actor.load == 1:
-            actor.alone.set()
+    def _leave(self, sample: asyncio.Future[_Actor]) -> None:
+        self._placement.leave(sample)
         self._place()
 
     def _place(self) -> None:
-        """Give the waiting samples to actors, as far as there is room."""
-        while self._queue:
-            sample = self._queue[0]
-            if not self._actors and not sample.actor.done():
-                sample.actor.set_exception(ExecutorError(self._last_problem))
-            if not sample.actor.done():
-                actor = self._choose(sample)
-                if actor is None:
-                    return
-                actor.load += 1
-                if sample.is_alone:
-                    actor.alone = asyncio.Event()
-                    if actor.load == 1:
-                        actor.alone.set()
-                self._latest[sample.prompt_id] = actor
-                sample.actor.set_result(actor)
-            self._queue.popleft()
-
-    def _choose(self, sample: _Waiting) -> _Actor | None:
-        free = [actor for actor in self._actors if actor.node is not None and actor.alone is None]
-        if free and not sample.is_alone:
-            # An equal share for each, which also keeps a prompt with many samples from filling one actor first.
-            most = min(self._settings.episodes_per_actor, math.ceil(self._max_concurrency / len(free)))
-            free = [actor for actor in free if actor.load < most]
-            if (latest := self._latest.get(sample.prompt_id)) in free:
-                return latest
-        return min(free, key=lambda actor: actor.load, default=None)
+        """Tell samples where they run, or that no actor is left."""
+        for sample, actor in self._placement.place():
+            if not sample.done():  # cancelled, and about to leave
+                sample.set_result(actor)
+        for sample in [] if self._actors else self._placement.clear():
+            if not sample.done():
+                sample.set_exception(ExecutorError(self._last_problem))
 
     # --- one actor ---
 
@@ -490,6 +448,7 @@ class _Pool:
         while (problem := await self._make_ready(actor)) is None:
             if not actor.checked.done():
                 actor.checked.set_result(None)
+            self._placement.open(actor)
             self._place()
             await actor.lost.wait()
             actor.lost.clear()
@@ -514,8 +473,6 @@ class _Pool:
             except RayError as error:
                 problem = f"the process ends while an environment is created: {_one_line(error)}"
                 continue
-            if problem is None:
-                actor.node = node
             break
         return problem and f"Ray node {node}: {problem}"
 
