@@ -100,13 +100,21 @@ def remove(path: str) -> None:
 def _make_read_only(root: str) -> None:
     """Make all mounts under the new root read-only, including nested mounts."""
     with open("/proc/self/mountinfo", "rb") as table:
+        mounts = [(int(fields[0]), fields[4]) for fields in map(bytes.split, table)]
+    for number, field in mounts:
         # Characters that would end a field are written as octal numbers.
-        fields = [re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), line.split()[4]) for line in table]
-    for point in map(os.fsdecode, fields):
-        if point.startswith(f"{root}/") and point != f"{root}/tmp" and not point.startswith(f"{root}/dev/"):
+        point = os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), field))
+        if not point.startswith(f"{root}/") or point == f"{root}/tmp" or point.startswith(f"{root}/dev/"):
+            continue
+        try:
+            opened = os.open(point, os.O_PATH | os.O_NOFOLLOW)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # below another mount, such as the new root
+        if kernel.mount_of(opened) == number:  # not below another mount that has the same path
             # Flags that a mount has from its owner (no device files, ...) cannot be cleared by others.
-            flags = os.statvfs(point).f_flag
+            flags = os.fstatvfs(opened).f_flag
             kept = flags & (kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_NOATIME | kernel.MS_NODIRATIME)
             kept |= kernel.MS_RELATIME if flags & 4096 else 0
             change = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kept
-            kernel.mount(None, point, None, change)
+            kernel.mount(None, f"/proc/self/fd/{opened}", None, change)
+        os.close(opened)

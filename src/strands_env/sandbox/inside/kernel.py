@@ -47,6 +47,12 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
     _checked(_libc.mount(*args, ctypes.c_ulong(flags), data.encode() if data is not None else None), f"mount {target}")
 
 
+def mount_of(opened: int) -> int:
+    """Return the number in /proc/self/mountinfo of the mount that a file was opened on."""
+    with open(f"/proc/self/fdinfo/{opened}") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("mnt_id:"))
+
+
 def use_as_root(folder: str) -> None:
     """Make a mount point the root of this mount namespace, and unmount the old root."""
     os.chdir(folder)

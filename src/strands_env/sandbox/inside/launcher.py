@@ -322,6 +322,8 @@ def _wait(config: dict[str, Any], members: Members, child: int, reads: int) -> t
         numbers = [number for (number,) in _NUMBER.iter_unpack(data[: len(data) // _NUMBER.size * _NUMBER.size])]
         if gone:  # without a report of its end, the program killed its parent
             return "exited", numbers[1] if len(numbers) > 1 else -signal.SIGKILL
+        if os.getppid() != config["parent"]:  # the kernel forgets PR_SET_PDEATHSIG when this process changes its fsuid
+            return "stopped", None
         if time.monotonic() >= deadline:
             return "timeout", None
         if numbers:
