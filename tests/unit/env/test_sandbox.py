@@ -183,6 +183,32 @@ async def test_processes_that_together_fill_the_memory_are_ended(mode):
     assert ran.ended == "memory"
 
 
+HIDE = {
+    "given back": "m.madvise(mmap.MADV_DONTNEED)",
+    "of a dead child": "os.wait()",
+}
+
+
+@pytest.mark.parametrize("way", HIDE)
+async def test_shared_memory_counts_that_no_process_has_in_its_pages(mode, way):
+    source = program(f"""
+        import mmap, os
+        kept = []
+        for _ in range(20):
+            m = mmap.mmap(-1, 40 << 20)
+            kept.append(m)
+            if {way == "given back"} or os.fork() == 0:
+                for _ in range(40):
+                    m.write(b"x" * (1 << 20))
+                {way == "given back"} or os._exit(0)
+            {HIDE[way]}
+        while True:
+            pass
+    """)
+    ran = await sandbox_in(mode).run(source)
+    assert ran.ended == "memory"
+
+
 async def test_no_memory_exists_outside_processes(safe_mode):
     # It would count neither for a process nor for a file, and shared segments outlive all processes.
     ran = await sandbox_in(safe_mode).run(

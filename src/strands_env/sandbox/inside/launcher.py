@@ -338,11 +338,12 @@ def _wait(config: dict[str, Any], members: Members, child: int, reads: int) -> t
 
 def _exceeded_limit(config: dict[str, Any], members: Members) -> str | None:
     """Return the limit that a program exceeds; None if there is none."""
-    used = members.usage()
+    pids = members.pids()
+    if len(pids) > config["processes"]:  # the kernel's limit does not apply to root; to measure many takes long
+        return "processes"
+    used = members.usage(pids)
     if used.memory > config["memory_bytes"]:
         return "memory"
-    if used.processes > config["processes"]:  # the kernel's limit does not apply to root
-        return "processes"
     if config["mode"] != "namespaces":
         shared = _shared_memory_of(members.uid) if isinstance(members, OfUser) else []
         if _are_full([config["folder"], *shared], config["disk_bytes"] - used.unnamed):

@@ -9,7 +9,7 @@ import signal
 import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from . import kernel
@@ -23,13 +23,11 @@ class Usage:
     """Resources that the processes of a program use together.
 
     Attributes:
-        processes: Number of processes.
-        memory: Memory in bytes, including kernel buffers and page tables. A shared page counts for each process; a pipe
-            or a socket counts as full.
+        memory: Memory in bytes, including kernel buffers, page tables, and shared memory that no process has in its
+            page tables. A resident shared page counts for each process; a pipe or a socket counts as full.
         unnamed: Size in bytes of deleted files that are still open.
     """
 
-    processes: int
     memory: int
     unnamed: int
 
@@ -69,16 +67,19 @@ class Members(ABC):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
-    def usage(self) -> Usage:
-        """Return the resources in use."""
-        pids = self.pids()
+    def usage(self, pids: Sequence[int]) -> Usage:
+        """Return the resources that processes use."""
         opened = [state for pid in pids for state in self._open_files(pid)]
         pipes = {state.st_ino for state in opened if stat.S_ISFIFO(state.st_mode)}
         sockets = {state.st_ino for state in opened if stat.S_ISSOCK(state.st_mode)}
         nameless = [state for state in opened if stat.S_ISREG(state.st_mode) and state.st_nlink == 0]
         unnamed = {(state.st_dev, state.st_ino): state.st_blocks * 512 for state in nameless}
         buffers = len(pipes) * PIPE_BYTES + self._sockets(len(sockets)) * self._socket_bytes
-        return Usage(len(pids), sum(map(_memory, pids)) + buffers, sum(unnamed.values()))
+        found = [_status(pid, lines=100) for pid in pids]
+        resident = _bytes(found, "VmRSS", "VmSwap", "VmPTE", "HugetlbPages")
+        shared = sum({file: size for pid in pids for file, size in _shared_memory(pid)}.values())
+        absent = max(0, shared - _bytes(found, "RssShmem"))
+        return Usage(resident + absent + buffers, sum(unnamed.values()))
 
     def _open_files(self, pid: int) -> Iterator[os.stat_result]:
         folder = f"/proc/{pid}/fd"
@@ -122,10 +123,10 @@ class OfUser(Members):
         mine = str(self.uid)
         return [pid for pid, status in found.items() if status.get("Uid") == mine and status.get("State") != "Z"]
 
-    def usage(self) -> Usage:
-        """Return the resources in use."""
+    def usage(self, pids: Sequence[int]) -> Usage:
+        """Return the resources that processes use."""
         with kernel.files_as(self.uid):
-            return super().usage()
+            return super().usage(pids)
 
     def _open_files(self, pid: int) -> Iterator[os.stat_result]:
         try:
@@ -186,10 +187,27 @@ def _all() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _memory(pid: int) -> int:
-    """Return the memory of a process in bytes: resident, swapped, in huge pages and in page tables."""
-    status = _status(pid, lines=100)
-    return sum(int(status.get(name, 0)) for name in ("VmRSS", "VmSwap", "VmPTE", "HugetlbPages")) << 10
+def _bytes(statuses: Iterable[Mapping[str, str]], *names: str) -> int:
+    """Return the sum of some sizes in processes' statuses."""
+    return sum(int(status.get(name, 0)) for status in statuses for name in names) << 10
+
+
+def _shared_memory(pid: int) -> Iterator[tuple[bytes, int]]:
+    """Yield each file without a name that a process maps, with its size in bytes.
+
+    Such files are memory that stays when no process has its pages: of `mmap(-1, ...)`, of memfd_create, of System V.
+    """
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+        for line in maps:
+            if line.endswith(b" (deleted)\n"):
+                span, _, _, *file = line.split()[:5]
+                try:
+                    size = os.stat(b"/proc/%d/map_files/%b" % (pid, span)).st_blocks * 512
+                except OSError:  # only root may; what is mapped counts as full
+                    file.append(span)
+                    start, end = span.split(b"-")
+                    size = int(end, 16) - int(start, 16)
+                yield b" ".join(file), size
 
 
 def _status(pid: int, lines: int = 10) -> dict[str, str]:
