@@ -43,6 +43,12 @@ PROBE = "What is 98 + 47 - 60? I call the calculator with the expression 98 + 47
 """Text that is scored after each push, by the server and by the trainer."""
 
 
+def is_clipped(gap, advantage):
+    """Return whether a token has no gradient: its probability has changed enough in the advantage's direction."""
+    change = math.expm1(gap)
+    return change > CLIP if advantage > 0 else change < -CLIP and advantage < 0
+
+
 class Watched(AsyncGRPOTrainer):
     """The trainer, with an eye on what it trains.
 
@@ -324,26 +330,26 @@ class Recorder(TrainerCallback):
         older tokens, whose logprobs differ because the policy does.
         """
         tokens = [
-            (own - logprob, version - (version_number(name) or 0))
+            (own - logprob, version - (version_number(name) or 0), row.advantage)
             for row in batch
             for logprob, own, name, mask in zip(
                 row.logprobs, row.trainer_logprobs or (), row.versions, row.loss_mask, strict=True
             )
             if mask
         ]
-        fresh = [abs(gap) for gap, age in tokens if age == 0]
+        fresh = [abs(gap) for gap, age, _ in tokens if age == 0]
         return {
             "trained_rows": len(batch),
             "trained_tokens": len(tokens),
             "fresh_tokens": len(fresh),
-            "staleness_mean": mean(age for _, age in tokens),
-            "staleness_max": max(age for _, age in tokens),
+            "staleness_mean": mean(age for _, age, _ in tokens),
+            "staleness_max": max(age for _, age, _ in tokens),
             "gap_max": max(fresh, default=math.nan),
             "gap_mean": mean(fresh),
-            "gap_stale_max": max((abs(gap) for gap, age in tokens if age), default=0.0),
-            "kl": mean(math.expm1(gap) - gap for gap, _ in tokens),
+            "gap_stale_max": max((abs(gap) for gap, age, _ in tokens if age), default=0.0),
+            "kl": mean(math.expm1(gap) - gap for gap, _, _ in tokens),
             "gap_without_masks": self.trainer.gap_without_masks,
-            "clipped": mean(abs(math.expm1(gap)) > CLIP for gap, _ in tokens),
+            "clipped": mean(is_clipped(gap, advantage) for gap, _, advantage in tokens),
             "push_difference": self.weights.difference,
             "push_difference_mean": self.weights.mean_difference,
         }

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -224,8 +224,8 @@ class AsyncGRPORollouts:
             groups_in_flight: Prompts at a time.
             max_rows_waiting: Rows that may wait for the trainer before the next prompt starts.
             rows_per_step: Rows that the trainer takes per step, if it takes the same number each time. Then no more
-                prompts start than the step needs, and those of the next step start after the push, or when `next_step`
-                is called: what is sampled is hardly older than the weights.
+                prompts start than the step needs. Those of the next step start after the push, when `next_step` is
+                called, or when the trainer waits for rows: TRL's own loader reads one step ahead.
             max_staleness: Largest number of updates between an episode's oldest token and the trainer, when it takes
                 the episode; None for no limit but the trainer's own, which drops single rows.
             version: Version of the weights that training starts with, if it continues a run. Set the trainer's
@@ -364,7 +364,14 @@ class AsyncGRPORollouts:
             return False
         if self._rows_per_step is None:
             return True
-        return self._taken_in_step + waiting + groups * self._group_size < self._rows_per_step
+        if self._taken_in_step + waiting + groups * self._group_size < self._rows_per_step:
+            return True
+        if groups or not self.rollout_buffer.is_starved():
+            return False
+        # The trainer wants more than a step: its loader reads ahead, it drops stale rows, or it pushes less often.
+        # No push can come before it has them.
+        self._taken_in_step = 0
+        return True
 
     def _takes(self, sample: Any) -> bool:
         """Whether the trainer gets the rows of an episode; asked for the first of them, when it takes it."""
@@ -424,12 +431,23 @@ class _RowBuffer(queue.Queue[Any]):
         self._episode: tuple[int, str] | None = None
         self._is_taken = False
         self.waited_from, self._is_asked = 0.0, False  # when the trainer asked for the row that it waits for
+        self._is_waiting = False
+
+    def is_starved(self) -> bool:
+        """Whether the trainer waits, and there is no row."""
+        with self.mutex:
+            return self._is_waiting and not self._qsize()
+
+    def _get(self) -> Any:  # the queue calls it with its mutex held: no row is between the two
+        self._is_waiting = False
+        return super()._get()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Return the next row that is trained."""
         if not self._is_asked:
             self.waited_from, self._is_asked = time.monotonic(), True
         while True:
+            self._is_waiting = True
             sample, row = super().get(block, timeout)
             episode = (sample.group_id, row.episode)  # ids are unique in a group only
             if episode != self._episode:
@@ -438,6 +456,34 @@ class _RowBuffer(queue.Queue[Any]):
                 self._note(sample, row)
                 self._is_asked = False
                 return sample
+
+
+_CHECKED = frozenset(
+    ("scale_rewards", "num_iterations", "num_generations", "num_generations_eval", "steps_per_generation", "beta")
+    + ("mask_truncated_completions", "loss_type", "max_completion_length", "generation_batch_size")
+)
+"""Settings of `GRPOConfig` that the adapter checks or reckons with."""
+
+_ANY_VALUE = frozenset(
+    # How a ratio is clipped, the temperature of the rollouts, and the reference of `beta`.
+    ("epsilon", "epsilon_high", "delta", "temperature", "sync_ref_model", "ref_model_mixup_alpha")
+    + ("ref_model_sync_steps", "model_init_kwargs", "trust_remote_code", "disable_dropout", "shuffle_dataset")
+    + ("remove_unused_columns", "pad_to_multiple_of", "cast_lm_head_to_fp32")
+    # What is logged.
+    + ("log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts")
+    + ("log_completions_hub_repo",)
+)
+"""Settings of `GRPOConfig` that leave the weights of rows and tokens as they are."""
+
+_HARMLESS = {"reward_weights": [1.0]}
+"""Values beside the default that change nothing."""
+
+
+def _trainers_settings() -> frozenset[str]:
+    """Return the settings that may have any value: those above, and those of every trainer of Transformers."""
+    from transformers import TrainingArguments
+
+    return _CHECKED | _ANY_VALUE | {field.name for field in fields(TrainingArguments)}
 
 
 class GRPORollouts:
@@ -493,12 +539,15 @@ class GRPORollouts:
         """
         arguments = trainer.args
         self._check(arguments, trainer.accelerator.num_processes)
+        if list(trainer.reward_funcs) != [row_advantages]:
+            raise ValueError("set reward_funcs=row_advantages, alone: what others return would change the advantages")
         step = trainer.state.global_step
         if self._weights is not None and step != self._pushed:
             model = trainer.accelerator.unwrap_model(trainer.model)
             with _at_last(self._weights.resume):
                 self._weights.pause()
-                self._weights.push(model.state_dict().items(), step)
+                with _served_weights(model) as named_tensors:
+                    self._weights.push(named_tensors, step)
             self._pushed = step
         size = arguments.num_generations
         groups = asyncio.run(self._run_groups(prompts[::size]))
@@ -560,6 +609,11 @@ class GRPORollouts:
                 "beta weights all tokens equally, but this loss weights rows: set beta=0.0, or loss_type='dapo' with "
                 "normalizer='token_mean'"
             )
+        for field in fields(arguments):
+            value = getattr(arguments, field.name)
+            if field.name in _trainers_settings() or value in (field.default, _HARMLESS.get(field.name, field.default)):
+                continue
+            raise ValueError(f"leave {field.name}={value!r} out of GRPOConfig: it may change the loss")
         if arguments.loss_type == "bnpo" and arguments.gradient_accumulation_steps > 1:
             raise ValueError("loss_type='bnpo' weights a token by its micro-batch; use 'dapo', or one micro-batch")
 
@@ -580,6 +634,28 @@ class GRPORollouts:
             for name, reason in batch.left_out.items():
                 logger.warning("episode=<%s> | left out of training: %s", name, reason)
         return batches
+
+
+@contextmanager
+def _served_weights(model: torch.nn.Module) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
+    """Yield a model's weights by their names in the checkpoint; adapters of PEFT are merged meanwhile."""
+    if getattr(model, "peft_config", None) is None:
+        yield model.state_dict().items()
+        return
+    merge, unmerge = getattr(model, "merge_adapter", None), getattr(model, "unmerge_adapter", None)
+    if merge is None or unmerge is None:
+        raise ValueError("this kind of adapter cannot be merged into the weights that SGLang serves: use LoRA")
+    merge()
+    try:
+        weights = {}
+        for name, tensor in model.state_dict().items():
+            if model.prefix in name or ".original_module." in name:
+                continue
+            name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            weights[name.replace(".modules_to_save.default.", ".")] = tensor
+        yield weights.items()
+    finally:
+        unmerge()
 
 
 def _check_group_size(group_size: int, credit: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import queue
 from array import array
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import httpx
@@ -14,7 +15,7 @@ from strands_sglang.credit import Episode, training_rows
 from strands_sglang.messages.content import Picture
 from strands_sglang.templates.image_tokens import ImageInputs
 from strands_sglang.trainers import areal, skyrl, tinker
-from strands_sglang.trainers.trl import AsyncGRPORollouts, GRPORollouts, SGLangWeights
+from strands_sglang.trainers.trl import AsyncGRPORollouts, GRPORollouts, SGLangWeights, row_advantages
 from support.agents import user
 from support.recorder import Recorder
 
@@ -72,7 +73,8 @@ def grpo_trainer(processes=1):
         "beta": 0.0,
     }
     return SimpleNamespace(
-        args=SimpleNamespace(**settings, **steps),
+        args=make_dataclass("Settings", {**settings, **steps})(**settings, **steps),
+        reward_funcs=[row_advantages],
         state=SimpleNamespace(global_step=0),
         accelerator=SimpleNamespace(num_processes=processes, unwrap_model=lambda model: model),
         model=torch.nn.Linear(2, 2),
