@@ -476,7 +476,7 @@ _ANY_VALUE = frozenset(
 """Settings of `GRPOConfig` that leave the weights of rows and tokens as they are."""
 
 _HARMLESS = {"reward_weights": [1.0]}
-"""Values beside the default that change nothing."""
+"""Values other than the default that change nothing."""
 
 
 def _trainers_settings() -> frozenset[str]:

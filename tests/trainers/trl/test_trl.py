@@ -85,6 +85,7 @@ def train(folder, common):
     cpu.enable()
 
     def run(rollouts, rows, **options):
+        own = {name: options.pop(name) for name in ("peft_config",) if name in options}
         config = AsyncGRPOConfig(
             **{**common, **options}, token_budget=0, per_device_train_batch_size=rows, num_generations=2
         )
@@ -98,6 +99,7 @@ def train(folder, common):
             rollout_worker=rollouts,
             weight_transfer=rollouts,
             callbacks=[gradients],
+            **own,
         )
         trainer.model_version = rollouts.version
         trainer.train()
@@ -125,9 +127,9 @@ def grpo(folder, common):
 
     def run(episodes, *, loss_type="dapo", normalizer="token_mean", micro_batches=1, rollouts=None, **options):
         settings = {"scale_rewards": "none", "beta": 0.0, "num_generations": GENERATIONS, **options}
+        own = {name: settings.pop(name) for name in ("reward_funcs", "peft_config") if name in settings}
         config = GRPOConfig(
-            **common,
-            **settings,
+            **{**common, **settings},
             loss_type=loss_type,
             per_device_train_batch_size=settings["num_generations"] // micro_batches,
             gradient_accumulation_steps=micro_batches,
@@ -143,9 +145,9 @@ def grpo(folder, common):
             args=config,
             processing_class=build_chatml_tokenizer(),
             train_dataset=dataset(settings["num_generations"]),
-            reward_funcs=adapter.row_advantages,
             rollout_func=rollouts,
             callbacks=[gradients],
+            **{"reward_funcs": adapter.row_advantages, **own},
         ).train()
         return gradients.found
 
@@ -189,6 +191,11 @@ def test_planted_faults_change_the_gradient(async_grpo, reference, monkeypatch, 
         ({"mask_truncated_completions": True}, "set mask_truncated_completions=False"),
         ({"beta": 0.1, "loss_type": "grpo"}, "beta weights all tokens equally, but this loss weights rows"),
         ({"num_generations_eval": 2}, "leave num_generations_eval out"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "leave multi_objective_aggregation="),
+        ({"reward_weights": [0.5]}, r"leave reward_weights=\[0.5\]"),
+        ({"top_entropy_quantile": 0.5}, "leave top_entropy_quantile=0.5"),
+        ({"importance_sampling_level": "sequence"}, "leave importance_sampling_level='sequence'"),
+        ({"reward_funcs": [adapter.row_advantages, lambda completions, **_: [0.0] * GENERATIONS]}, "set reward_funcs="),
         ({"num_generations": 8}, "4 episodes made 8 rows, but num_generations=8 has room for 7"),
     ],
 )
@@ -360,6 +367,58 @@ def test_no_more_is_sampled_than_a_step_needs():
     wait_for(8)
     rollouts.stop()
     assert started == [0] * 12 + [1] * 4
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_sync_steps": 2}, {"max_staleness": 0}])
+def test_the_trainers_own_loader_reads_a_step_ahead(train, reference, options):
+    """The stock trainer wants a second step's rows before it pushes the first, and rows that it drops are missing."""
+    numbers = itertools.count()
+
+    async def run_episode(prompt):
+        number = next(numbers)
+        return replace(paper.episodes(reference)[0], id=str(number), reward=float(number % 2))
+
+    rollouts = adapter.AsyncGRPORollouts(run_episode, itertools.repeat("x"), NO_SERVER, group_size=4, rows_per_step=8)
+    train(rollouts, 8, max_steps=3, heartbeat_stale_after_s=60, **options)
+    assert rollouts.version >= 1
+
+
+class PushedWeights(adapter.SGLangWeights):
+    """Keeps what would be sent."""
+
+    def __init__(self):
+        super().__init__("http://127.0.0.1:9")
+        self.pushed = []
+
+    def pause(self):
+        pass
+
+    resume = pause
+
+    def push(self, named_tensors, version):
+        self.pushed.append({name: tensor.detach().clone() for name, tensor in named_tensors})
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "async_grpo"])
+def test_adapters_are_merged_into_the_weights_that_are_pushed(train, grpo, folder, reference, trainer):
+    """SGLang serves the base model: names of adapters kill it. Training continues with the base as it was."""
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    weights, episodes = PushedWeights(), paper.episodes(reference)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    options = {"max_steps": 3, "learning_rate": 0.1, "peft_config": lora}
+    if trainer == "grpo":
+        rollouts = adapter.GRPORollouts(runner(episodes), group_size=len(episodes), weights=weights)
+        grpo(episodes, rollouts=rollouts, **options)
+    else:
+        rollouts = adapter.AsyncGRPORollouts(runner(episodes), itertools.repeat("x"), weights, group_size=len(episodes))
+        train(rollouts, 8, **options)
+    served = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").state_dict()
+    assert len(weights.pushed) >= 2
+    assert all(set(served) - {"lm_head.weight"} <= set(one) <= set(served) for one in weights.pushed)
+    changed = {name for name, tensor in weights.pushed[-1].items() if not tensor.allclose(served[name], atol=1e-4)}
+    assert changed == {name for name in served if ".q_proj." in name or ".v_proj." in name}
 
 
 def test_a_group_of_one_is_refused():
