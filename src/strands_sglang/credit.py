@@ -296,7 +296,9 @@ class TrainingRows(Sequence[TrainingRow]):
             "settings": self.settings,
             "episodes": self.episodes,
         }
-        tensors["description"] = np.frombuffer(json.dumps(description).encode(), "uint8")
+        tensors["description"] = np.frombuffer(
+            json.dumps(description, default=lambda number: number.item()).encode(), "uint8"
+        )
         write_file(path, bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION})))
 
     @classmethod
@@ -394,7 +396,7 @@ class TrainingRows(Sequence[TrainingRow]):
         placed = sorted(index for batch in micro_batches or () for index in batch)
         if micro_batches is not None and placed != list(range(len(self))):
             raise ValueError(f"micro_batches must hold each of the {len(self)} rows once")
-        batch = Batch(self._rows, fillers, micro_batches, max_length)
+        batch = Batch(self._rows, fillers, micro_batches, max_length, len(self.left_out))
         wanted: dict[Normalizer, Callable[[TrainingRow], float]] = {
             "episode_mean": lambda row: 1 / (batch.episodes * row.episode_trained),
             "token_mean": lambda row: 1 / batch.trained,
@@ -412,7 +414,9 @@ def _check_group(group: Any) -> None:
     if isinstance(group, tuple):
         for part in group:
             _check_group(part)
-    elif not (group is None or isinstance(group, str | int | float)):
+        return
+    value = group.item() if hasattr(group, "item") else group  # NumPy's numbers are saved as Python's
+    if not (value is None or isinstance(value, str | int | float)):
         raise TypeError(f"the group {group!r} cannot be saved: use strings, numbers, or tuples of them")
 
 
@@ -483,6 +487,7 @@ class Batch:
     Attributes:
         rows: The rows.
         fillers: Rows without trained tokens in addition.
+        left_out: Episodes without rows that a trainer may count nevertheless.
         micro_batches: Indices of the rows in each micro-batch; None if the loss does not depend on them.
         max_length: Length that the loss divides by; None if it does not.
         episodes: Number of episodes, G.
@@ -494,6 +499,7 @@ class Batch:
     fillers: int = 0
     micro_batches: Sequence[Sequence[int]] | None = None
     max_length: int | None = None
+    left_out: int = 0
     episodes: int = field(init=False)
     trained: int = field(init=False)
     micro_trained: Mapping[int, int] = field(init=False)
@@ -533,8 +539,9 @@ def _per_target(batch: Batch, index: int) -> float:
     return 1 / (batch.size * (len(batch.rows[index]) - 1))
 
 
-def _per_episode(batch: Batch, index: int) -> float:
-    return 1 / (batch.episodes * batch.rows[index].episode_trained)
+def _per_rollout(batch: Batch, index: int) -> float:
+    # slime divides by all rollouts of the step, also by those that it removes.
+    return 1 / ((batch.episodes + batch.left_out) * batch.rows[index].episode_trained)
 
 
 LOSSES: Mapping[str, Callable[[Batch, int], float]] = {
@@ -542,7 +549,7 @@ LOSSES: Mapping[str, Callable[[Batch, int], float]] = {
     "skyrl:seq_mean_token_sum_norm": _per_length_limit,
     "skyrl:sequence_mean": _per_row,
     "skyrl:token_mean": _per_batch,
-    "slime": _per_episode,
+    "slime": _per_rollout,
     "slime:per_token": _per_batch,
     "tinker": lambda batch, index: 1.0,
     "tinker:skyrl": _per_target,

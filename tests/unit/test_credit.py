@@ -350,9 +350,8 @@ def trainer_loss(loss, terms, rows, *, fillers=0, micro_batches=None, max_length
     if loss == "tinker:skyrl":
         return sum(term / (len(row) - 1) for term, row in zip(terms, rows, strict=True)) / size
     if loss == "slime":
-        return sum(term / row.episode_trained for term, row in zip(terms, rows, strict=True)) / len(
-            {row.episode for row in rows}
-        )
+        rollouts = len({row.episode for row in rows}) + len(rows.left_out)  # slime counts those that it removes
+        return sum(term / row.episode_trained for term, row in zip(terms, rows, strict=True)) / rollouts
     if loss in ("tinker", "verl:token-sum"):
         return sum(terms)
     return sum(terms) / (size if loss == "verl:seq-mean-token-sum" else sum(sizes))
@@ -373,8 +372,9 @@ def wanted_loss(normalizer, terms, rows, constant):
 @pytest.mark.parametrize("normalizer", ["episode_mean", "token_mean", "constant"])
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_weights_make_a_trainers_loss_the_wanted_one(loss, normalizer):
-    longer = [Episode(plain(4), reward, "i") for reward in (0.0, 1.0)]
+    longer = [Episode(plain(4), reward, "i") for reward in (0.0, 1.0, None)]
     rows = training_rows([*batch(1.0, 0.0, make=forked), *batch(0.3, 0.9, 0.1, group="h"), *longer])
+    assert len(rows.left_out) == 1
     options = {"fillers": 2, "micro_batches": [[0, 3, 5], [1, 2], list(range(6, len(rows))), [4]], "max_length": 77}
     terms = [Fraction(number * number + 1, 7) for number in range(len(rows))]
     weights = rows.weights(normalizer, loss, constant=64, **options)
@@ -569,6 +569,12 @@ def test_a_column_of_another_length_is_not_saved(tmp_path, name):
     with pytest.raises(ValueError, match=f"row 1, of episode g1, has 8 tokens, but 7 {name}"):
         shorter.save(tmp_path / "rows.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("group", [np.int64(3), np.float64(3.0), np.bool_(True), (np.int64(3), "a")])
+def test_groups_of_numpy_are_saved(tmp_path, group):
+    training_rows(batch(1.0, 0.0, group=group)).save(tmp_path / "rows.safetensors")
+    assert {row.group for row in TrainingRows.load(tmp_path / "rows.safetensors")} == {group}
 
 
 def test_a_group_that_is_no_data_is_refused(tmp_path):

@@ -74,6 +74,7 @@ def to_trace(episode: Episode, *, max_tokens: int | None = None) -> TrainingTrac
             "parent": None if turn.parent is None or turn.parent.index not in ids else str(turn.parent.index),
             "parent_kept": turn.parent_kept,
             "agent": turn.agent,
+            "auxiliary": turn.is_auxiliary,
         }
         if turn.index in episode.turn_rewards:
             metadata["reward"] = as_number(episode.turn_rewards[turn.index])
@@ -205,6 +206,8 @@ class _Record:
         )
         reason = "opens a sequence" if parent is None else f"extends {parent.name}: its tokens are a prefix"
         own = add_call(self.turns, call, None if parent is None else place_in(parent.turns, kept), reason)
+        for turn in own:
+            turn.is_auxiliary = metadata.get("auxiliary") is True
         self.calls[entry["node_id"]] = _Call(name, ids, len(output), own)
         reward = reward_in(metadata.get("reward"), f"{name}: its reward")
         if reward is not None:

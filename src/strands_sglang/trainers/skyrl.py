@@ -29,11 +29,13 @@ def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None, ma
     Args:
         run_episode: Runs one episode. Its `group` and `id` do not matter. An exception that it raises ends the step.
         max_tokens: Maximum length of a row in tokens; longer episodes are left out.
-        max_staleness: Largest difference between the newest version of the weights in a batch and that of any token;
-            episodes with older tokens are left out.
+        max_staleness: Largest number of updates between the trainer and any token; episodes with older tokens are left
+            out. The version of the server's weights is the number of the trainer's updates.
 
     Returns:
-        An instance of SkyRL's `GeneratorInterface`.
+        An instance of SkyRL's `GeneratorInterface`. It refuses to train (`ValueError`) if the server's weights are
+            older than those of the trainer, by more than `max_staleness` if that is given: nothing in SkyRL pushes
+            weights to SGLang. Evaluations score every episode that has a reward, and no other.
     """
     from skyrl.train.generators.base import GeneratorInterface
 
@@ -54,15 +56,33 @@ def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None, ma
             finally:
                 for task in tasks:
                     task.cancel()
+            episodes, seconds = [episode for episode, _ in ended], [seconds for _, seconds in ended]
+            metadata = input_batch.get("batch_metadata")
+            if metadata is not None and metadata.training_phase == "eval":
+                return evaluation_output(episodes, input_batch["trajectory_ids"], seconds=seconds)
+            version = None
+            if metadata is not None and metadata.global_step is not None:
+                version = max(0, metadata.global_step - 1)  # step 1 samples with the first weights
+                _check_served(newest_version(episodes), version, max_staleness or 0)
             return generator_output(
-                [episode for episode, _ in ended],
+                episodes,
                 input_batch["trajectory_ids"],
                 max_tokens=max_tokens,
                 max_staleness=max_staleness,
-                seconds=[seconds for _, seconds in ended],
+                version=version,
+                seconds=seconds,
             )
 
     return StrandsGenerator()
+
+
+def _check_served(served: int, version: int, max_staleness: int) -> None:
+    if served < version - max_staleness:
+        raise ValueError(
+            f"the server sampled with weights of version {served}, but SkyRL has made {version} updates: it pushes no "
+            f"weights to SGLang. Push them after each step, under weight_version={str(version)!r} now; see "
+            "docs/guides/skyrl.md"
+        )
 
 
 def generator_output(
@@ -71,6 +91,7 @@ def generator_output(
     *,
     max_tokens: int | None = None,
     max_staleness: int | None = None,
+    version: int | None = None,
     seconds: Sequence[float] | None = None,
 ) -> dict[str, Any]:
     """Return the rows of a batch of episodes as a step-wise `GeneratorOutput`.
@@ -84,6 +105,7 @@ def generator_output(
         trajectory_ids: SkyRL's `TrajectoryID` of each.
         max_tokens: Maximum length of a row in tokens.
         max_staleness: Largest difference between the newest version of the weights and that of any token.
+        version: The newest version, the number of the trainer's updates. By default the newest in the batch.
         seconds: Duration of each episode, for SkyRL's metrics.
 
     Raises:
@@ -92,7 +114,7 @@ def generator_output(
     if any(episode.turn_rewards for episode in episodes):
         raise ValueError("SkyRL takes one reward per episode, at its end: leave out turn_rewards")
     named = [replace(episode, id=str(number)) for number, episode in enumerate(episodes)]
-    newest = None if max_staleness is None else newest_version(named)
+    newest = None if max_staleness is None else newest_version(named) if version is None else version
     rows = training_rows(named, baseline=None, max_tokens=max_tokens, max_staleness=max_staleness, version=newest)
     refuse_images(rows, "SkyRL's output")
     left_out = dict(rows.left_out)
@@ -107,16 +129,57 @@ def generator_output(
     outputs = [(int(row.episode), _columns(row, rows.rewards[row.episode])) for row in kept]
     known = {groups[number] for number, _ in outputs}
     outputs += [(groups.index(group), _FILLER) for group in dict.fromkeys(groups) if group not in known]
+    metrics = {
+        "episodes_left_out": float(len(left_out)),
+        "rows_per_episode": len(kept) / max(1, len(episodes) - len(left_out)),
+    }
+    return _output(outputs, trajectory_ids, metrics, seconds)
+
+
+def evaluation_output(
+    episodes: Sequence[Episode], trajectory_ids: Sequence[Any], *, seconds: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """Return a batch of an evaluation as a step-wise `GeneratorOutput`.
+
+    Every episode with a reward is in it, whether it could be trained or not. One without a reward says nothing about
+    the policy, and is dropped.
+
+    Args:
+        episodes: The episodes.
+        trajectory_ids: SkyRL's `TrajectoryID` of each.
+        seconds: Duration of each episode, for SkyRL's metrics.
+
+    Raises:
+        ValueError: No episode has a reward, so there is nothing to report.
+    """
+    named = [replace(episode, id=str(number)) for number, episode in enumerate(episodes)]
+    rows = training_rows(named, baseline=None)
+    outputs = [(int(row.episode), _columns(row, rows.rewards[row.episode])) for row in rows]
+    known = {number for number, _ in outputs}
+    for name, reward in rows.rewards.items():
+        if int(name) not in known:
+            outputs.append((int(name), {**_FILLER, "rewards": [reward]}))
+    for number in sorted({*range(len(episodes))} - {number for number, _ in outputs}):
+        logger.warning("trajectory_id=<%s> | dropped from the evaluation: it has no reward", trajectory_ids[number])
+    if not outputs:
+        raise ValueError("no episode of this batch of the evaluation has a reward; the log says why")
+    metrics = {"episodes_dropped": float(len(episodes) - len({number for number, _ in outputs}))}
+    return _output(outputs, trajectory_ids, metrics, seconds)
+
+
+def _output(
+    outputs: list[tuple[int, dict[str, Any]]],
+    trajectory_ids: Sequence[Any],
+    metrics: dict[str, float],
+    seconds: Sequence[float] | None,
+) -> dict[str, Any]:
     outputs.sort(key=lambda one: one[0])  # the rows of a prompt together, those of an episode in their order
     numbers = [number for number, _ in outputs]
     return {
         **{name: [columns[name] for _, columns in outputs] for name in _FILLER},
         "trajectory_ids": [trajectory_ids[number] for number in numbers],
         "is_last_step": [number != following for number, following in zip(numbers, [*numbers[1:], None], strict=True)],
-        "rollout_metrics": {
-            "episodes_left_out": float(len(left_out)),
-            "rows_per_episode": len(kept) / max(1, len(episodes) - len(left_out)),
-        },
+        "rollout_metrics": metrics,
         "trajectory_generation_times": None if seconds is None else [seconds[number] for number in numbers],
         "rollout_expert_indices": None,
     }

@@ -98,6 +98,24 @@ def test_kinds_of_turns_keep_their_masks():
     assert back.trajectory.turns[2].parent_kept == 1 == len(kept.output_ids) - 1
 
 
+def test_calls_of_helpers_stay_apart_from_the_rollout():
+    """Where an agent continues from a helper's answer: with a discount, the advantages depend on which turns count."""
+    episodes = []
+    for number, rewards in enumerate(({0: 1.0}, {})):
+        recorder, q = Recorder(), [user("q")]
+        recorder.call(q, "a")
+        asked = [*q, assistant("a"), user("h")]
+        recorder.call(asked, "b", auxiliary=True)
+        recorder.call([*asked, assistant("b"), user("g")], "c")
+        episodes.append(Episode(recorder.trajectory, float(number), "g", str(number), turn_rewards=rewards))
+    back = [from_trace(json.loads(to_trace(episode).model_dump_json())) for episode in episodes]
+    for one, other in zip(episodes, back, strict=True):
+        assert [turn.is_auxiliary for turn in other.trajectory.turns] == [False, True, False]
+        assert [turn.is_auxiliary for turn in one.trajectory.turns] == [False, True, False]
+    given, found = (training_rows(batch, discount=0.5) for batch in (episodes, back))
+    assert [row.advantages for row in found] == [row.advantages for row in given]
+
+
 def test_a_mask_may_change_inside_an_answer():
     trace = TrainingTrace(
         turns=[

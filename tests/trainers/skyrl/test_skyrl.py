@@ -10,15 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+from skyrl.train import evaluate as evaluation
 from skyrl.train.dataset.preprocess import compute_prompt_boundaries, compute_prompt_mini_batch_boundaries
-from skyrl.train.generators.base import TrajectoryID
+from skyrl.train.generators.base import BatchMetadata, TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
 from strands_sglang.credit import training_rows
+from strands_sglang.protocol.generation import VersionSpan
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trainers import skyrl as adapter
-from strands_sglang.trainers.skyrl import generator_output, make_generator
+from strands_sglang.trainers.skyrl import evaluation_output, generator_output, make_generator
 from support.agents import build_chatml_tokenizer, call
 from trainers import paper
 
@@ -162,6 +164,104 @@ async def test_the_generator_runs_the_batch(episodes):
     times = output["trajectory_generation_times"]  # one for each row
     assert len(times) == 8 and len(set(times)) == 4
     assert times == sorted(times, reverse=True)
+
+
+def sampled_with(episode, version):
+    """The episode, sampled with one version of the weights."""
+    episode = replace(episode, trajectory=type(episode.trajectory).from_bytes(episode.trajectory.to_bytes()))
+    for turn in episode.trajectory.turns:
+        spans = (VersionSpan(version, 0, len(turn.output_ids)),)
+        turn.generation = replace(turn.generation, weight_version=version, weight_versions=spans)
+    return episode
+
+
+@pytest.mark.parametrize(
+    ("version", "step", "limits", "left_out"),
+    [
+        ("default", 1, {}, 0),
+        ("3", 4, {}, 0),
+        ("3", 4, {"max_staleness": 0}, 0),
+        ("3", 5, {"max_staleness": 1}, 0),
+        ("default", 2, {}, None),
+        ("default", 9, {"max_staleness": 0}, None),
+        ("3", 5, {}, None),
+        ("3", 6, {"max_staleness": 1}, None),
+    ],
+)
+async def test_training_on_a_server_without_the_trainers_weights_is_refused(episodes, version, step, limits, left_out):
+    """SkyRL pushes no weights to SGLang: it would train for ever on answers of the first ones."""
+
+    async def run_episode(prompt, extras, sampling):
+        return sampled_with(episodes[extras["number"]], version)
+
+    def batch(phase):
+        return {
+            "prompts": ["q"] * 4,
+            "env_extras": [{"number": number} for number in range(4)],
+            "trajectory_ids": IDS,
+            "batch_metadata": BatchMetadata(global_step=step, training_phase=phase),
+        }
+
+    generator = make_generator(run_episode, **limits)
+    assert "episodes_dropped" in (await generator.generate(batch("eval")))["rollout_metrics"]
+    if left_out is None:
+        updates = step - 1
+        with pytest.raises(ValueError, match=f"SkyRL has made {updates} updates.*weight_version='{updates}'"):
+            await generator.generate(batch("train"))
+    else:
+        output = await generator.generate(batch("train"))
+        assert output["rollout_metrics"]["episodes_left_out"] == left_out
+
+
+RIGHT, WRONG, LOST = (1.0, "task_complete"), (0.0, "task_complete"), (None, "infrastructure_error")
+
+
+@pytest.mark.parametrize(
+    ("ends", "score", "passed"),
+    [
+        ({"a": [RIGHT, LOST], "b": [LOST, RIGHT]}, 1.0, 1.0),
+        ({"a": [RIGHT, WRONG], "b": [LOST, LOST]}, 0.5, 1.0),
+        ({"a": [WRONG, RIGHT], "b": [WRONG, LOST]}, 1 / 3, 0.5),
+    ],
+)
+def test_skyrls_evaluation_counts_each_reward_and_nothing_else(episodes, monkeypatch, ends, score, passed):
+    """Rows longer than `max_tokens` and groups of one count as well: nothing is trained."""
+    monkeypatch.setattr(evaluation, "get_sampling_params_for_backend", lambda *_: {})
+    left = {name: list(own) for name, own in ends.items()}
+
+    async def run_episode(prompt, extras, sampling):
+        reward, outcome = left[extras["name"]].pop(0)
+        return replace(sampled_with(episodes[1], "default"), reward=reward, outcome=outcome)
+
+    settings = SimpleNamespace(
+        generator=SimpleNamespace(
+            eval_sampling_params=None,
+            eval_n_samples_per_prompt=2,
+            inference_engine=SimpleNamespace(backend="sglang"),
+        ),
+        environment=SimpleNamespace(env_class="x"),
+        trainer=SimpleNamespace(print_example_interval=0, dump_eval_results=False, num_logger_eval_samples=0),
+    )
+    prompts = [
+        {"prompt": [], "env_class": None, "env_extras": {"name": name, "data_source": "d"}, "uid": name}
+        for name in ends
+    ]
+    generator = make_generator(run_episode, max_tokens=20)
+    found = asyncio.run(evaluation.evaluate_step_wise([prompts], generator, settings, 7, None))
+    assert found["eval/all/avg_score"] == pytest.approx(score)
+    assert found["eval/all/pass_at_2"] == pytest.approx(passed)
+
+
+def test_an_evaluation_without_a_reward_is_refused(episodes):
+    with pytest.raises(ValueError, match="no episode of this batch of the evaluation has a reward"):
+        evaluation_output([replace(episodes[0], reward=None)], IDS[:1])
+
+
+def test_an_answer_without_tokens_has_its_reward(episodes):
+    empty = replace(episodes[0], trajectory=type(episodes[0].trajectory)(), reward=0.25)
+    output = evaluation_output([empty, episodes[1]], IDS[:2])
+    validate_generator_output(2, output, step_wise=True)
+    assert [rewards[-1] for rewards in output["rewards"]] == [0.25, 0.0, 0.0]
 
 
 def test_rewards_of_turns_are_refused(episodes):
