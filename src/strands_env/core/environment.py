@@ -54,7 +54,16 @@ from strands_sglang import (
 )
 
 from .identity import Identified, describe
-from .supervision import RECANCEL_AFTER, Supervisor, as_exception, invoke, maybe_await, run_in_thread, take_turn
+from .supervision import (
+    RECANCEL_AFTER,
+    Supervisor,
+    as_exception,
+    invoke,
+    maybe_await,
+    run_in_thread,
+    start_limited,
+    take_turn,
+)
 from .types import Action, Observation, RewardError, RewardFunction, RewardResult, StepResult, TokenObservation
 
 logger = logging.getLogger(__name__)
@@ -233,22 +242,19 @@ class ContainedTool(AgentTool):
             finally:
                 events.put_nowait(end)
 
-        loop = asyncio.get_running_loop()
-        deadline = None if self._seconds is None else loop.time() + self._seconds
-        pumping = loop.create_task(pump())
+        late = object()
+        pumping = start_limited(pump(), self._seconds, lambda: events.put_nowait(late))
         pumping.add_done_callback(lambda task: task.cancelled() or task.exception())  # mark the exception as retrieved
         try:
             while True:
-                try:
-                    remaining = None if deadline is None else max(deadline - loop.time(), 0.0)
-                    event = await asyncio.wait_for(events.get(), remaining)
-                except asyncio.TimeoutError:
-                    if not pumping.done():
-                        logger.info("tool=<%s>, seconds=<%s> | a tool call timed out", self.tool_name, self._seconds)
-                        text = {"text": f"{TOOL_TIMEOUT_PREFIX} {self._seconds:g} seconds."}
-                        yield {"toolUseId": tool_use["toolUseId"], "status": "error", "content": [text]}
-                        return
-                    event = events.get_nowait()  # the tool has finished; only the loop was late
+                event = await events.get()
+                if event is late:
+                    if pumping.done():  # only the loop was late
+                        continue
+                    logger.info("tool=<%s>, seconds=<%s> | a tool call timed out", self.tool_name, self._seconds)
+                    text = {"text": f"{TOOL_TIMEOUT_PREFIX} {self._seconds:g} seconds."}
+                    yield {"toolUseId": tool_use["toolUseId"], "status": "error", "content": [text]}
+                    return
                 if event is end:
                     break
                 yield event

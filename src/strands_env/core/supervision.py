@@ -162,6 +162,26 @@ def queued() -> Iterator[Callable[[], None]]:
         yield waiting.close
 
 
+def start_limited(
+    coroutine: Coroutine[Any, Any, T], seconds: float | None, call: Callable[[], None]
+) -> asyncio.Task[T]:
+    """Start a task, and call a function if it has not ended in time. Time in queues does not count.
+
+    Args:
+        coroutine: What the task runs.
+        seconds: Time limit in seconds; None for no limit.
+        call: Function to call in the event loop.
+    """
+    outer = _timer.get()
+    timer = None if seconds is None else _Timer(seconds, lambda _: call(), outer)
+    before = _timer.set(timer or outer)
+    task = asyncio.ensure_future(coroutine)
+    _timer.reset(before)
+    if timer is not None:
+        task.add_done_callback(lambda _: timer.cancel())
+    return task
+
+
 class _Timer:
     """Calls a function after some seconds, not counting time in queues."""
 

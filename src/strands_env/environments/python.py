@@ -12,6 +12,7 @@ from strands import tool
 from strands.hooks import HookProvider
 
 from ..core import Environment, ModelFactory, RewardFunction
+from ..core.supervision import queued
 from ..sandbox import Execution, Mode, PythonSandbox, SandboxError, SandboxLimits
 from .backends import EndOnBackendErrors
 
@@ -99,7 +100,8 @@ def python_tool(sandbox: PythonSandbox) -> Any:
             code: A whole program. Only what it prints is returned.
         """
         try:
-            ran = await sandbox.run(code)
+            with queued() as started:  # a busy machine is not the model's fault
+                ran = await sandbox.run(code, started=started)
         except ValueError as error:
             return {"status": "error", "content": [{"text": f"Error: {error}"}]}
         ok = ran.ended == "exited" and ran.exit_code == 0

@@ -152,7 +152,9 @@ class Episodes:
             return result, is_judged, identity
 
     async def _make(self, action: Action) -> Environment:
-        env: Environment = await maybe_await(self.env_factory(action))
+        env: Environment | None = await maybe_await(self.env_factory(action))
+        if env is None:
+            raise TypeError("the environment factory returned None: it must return an environment")
         return env
 
     async def _identity(self, env: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
@@ -190,7 +190,7 @@ class PythonSandbox:
         )
         self.mode: Mode = _best_mode(_allowed_modes(mode, min_mode, unsafe), self._python)
 
-    async def run(self, code: str) -> Execution:
+    async def run(self, code: str, *, started: Callable[[], None] | None = None) -> Execution:
         """Run a program and return its result.
 
         A program that fails or exceeds a limit is an ordinary result. If the task is cancelled, the program is ended
@@ -198,6 +198,7 @@ class PythonSandbox:
 
         Args:
             code: Source of the program, which prints what it returns.
+            started: Called when the program has its place: `max_concurrency` others may run before.
 
         Raises:
             SandboxError: The program could not be run: no process could be started, or the machine does not respond.
@@ -209,6 +210,8 @@ class PythonSandbox:
         loop = asyncio.get_running_loop()
         slots = self._slots.setdefault(loop, asyncio.Semaphore(self._max_concurrency))
         async with slots:
+            if started is not None:
+                started()
             try:
                 with _folder(self.mode) as folder:
                     return await self._run(source, folder)

@@ -876,6 +876,29 @@ async def test_sample_without_an_environment_is_dropped():
     assert (metrics["dropped_samples"], metrics["errored_samples"]) == (2, 0)
 
 
+@pytest.mark.parametrize("way", ["no environment", "a reset that hangs"])
+async def test_sample_whose_model_was_never_called_is_dropped(way):
+    """It counted as a wrong answer."""
+
+    class Hanging(Environment):
+        async def reset(self):
+            await asyncio.Event().wait()
+
+    made = {
+        "no environment": lambda action: None,
+        "a reset that hangs": lambda action: Hanging(lambda: None, Contains(), episode_timeout=0.1),
+    }
+    run = Evaluator(made[way], show_progress=False)
+    results = await run.run(tasks(2))
+    metrics = run.compute_metrics(results)
+    assert (metrics["dropped_samples"], metrics["errored_samples"]) == (2, 0)
+    [[lost], _] = results.values()
+    if way == "no environment":
+        assert (
+            lost.step_result.error == "TypeError: the environment factory returned None: it must return an environment"
+        )
+
+
 async def test_sample_of_an_invalid_task_is_dropped():
     """It counted as a wrong answer, although the model was not called."""
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]

@@ -1020,3 +1020,15 @@ async def test_a_process_that_cannot_start_is_an_error(mode, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/does/not/exist")
     with pytest.raises(SandboxError, match="no process could be started"):
         await sandbox.run("print(1)")
+
+
+async def test_a_program_is_told_to_have_started_when_it_has_its_place():
+    events = []
+    sandbox = PythonSandbox(SMALL, unsafe=True, max_concurrency=1)
+
+    async def run(number):
+        await sandbox.run("print(7)", started=lambda: events.append(f"starts {number}"))
+        events.append(f"ended {number}")
+
+    await asyncio.gather(*map(run, range(3)))
+    assert events == [f"{what} {number}" for number in range(3) for what in ("starts", "ended")]

@@ -32,7 +32,7 @@ from strands_env.rewards import ExactMatchReward, MathReward
 from strands_env.sandbox import Execution, PythonSandbox, SandboxLimits
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
-from support.agents import ScriptedModel, call, tool_use
+from support.agents import ScriptedModel, advance, call, tool_use
 from support.environments import task
 from support.processes import running
 
@@ -84,8 +84,30 @@ async def test_agent_runs_programs(factory):
     assert result.reward is not None and result.reward.reward == 1.0
 
 
+async def test_a_program_that_waits_for_its_neighbors_is_not_late(factory, monkeypatch):
+    """The time in the sandbox's queue counted: most of 30 episodes at once had no answer, though nothing had run."""
+    waits, gate = asyncio.Event(), asyncio.Event()
+
+    async def run(sandbox, code, started):
+        waits.set()
+        await gate.wait()
+        started()
+        return Execution("7", "exited", 0, "unsafe")
+
+    monkeypatch.setattr(PythonSandbox, "run", run)
+    answers = [call("execute_python_code", code="print(7)"), "done"]
+    sandbox = PythonSandbox(unsafe=True)
+    environment = PythonEnvironment(factory(*answers), sandbox=sandbox, tool_timeout=60.0, episode_timeout=90.0)
+    step = asyncio.ensure_future(environment.step(task()))
+    await waits.wait()
+    advance(1000.0)
+    await asyncio.sleep(0)
+    gate.set()
+    assert tool_results(await step) == [("success", "7")]
+
+
 async def test_program_over_a_limit_is_told_its_size(factory, monkeypatch):
-    async def run(sandbox, code):
+    async def run(sandbox, code, started):
         return Execution("", code, None, "unsafe")
 
     monkeypatch.setattr(PythonSandbox, "run", run)
