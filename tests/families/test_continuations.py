@@ -24,6 +24,7 @@ from strands_sglang.templates.chat_template import (
     ChatTemplateError,
     SampledTurn,
     UnprovenContinuationError,
+    assistant_turn,
 )
 from strands_sglang.templates.encoder import get_encoder
 from support.families import FAMILIES, load_tokenizer
@@ -179,6 +180,7 @@ def test_the_continuation_matches_the_full_render_after_the_turn(family, case):
                 tools,
                 has_system=not plain,
                 had_tool_results=earlier_steps > 0 and (count > 0 or earlier_tools),
+                history=lambda: [*system, *to_chat_messages([*before, answer])],
             )
 
         try:
@@ -364,12 +366,45 @@ def test_the_documented_matrix_is_proven_here():
         f"- The template of {moves_text} puts text next to a call after the call's result. A continuation leaves it",
         "  where it was sampled.",
         f"- The templates of {leaves_reasoning_out} leave out reasoning of earlier turns.",
+        "- Some templates drop a part in some conversations only: `gemma_4` a tool result that does not follow its",
+        "  call, `gpt_oss` text next to a call once an answer follows, `mistral_nemo` the system prompt if the last",
+        "  message is a tool result. A render that lacks a part is an error that names the message.",
         "",
     ]
     document = Path(__file__).parents[2] / "docs" / "families.md"
     if "UPDATE_DOCS" in os.environ:
         document.write_text("\n".join(lines), encoding="utf-8")
     assert document.read_text(encoding="utf-8") == "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("family", "messages", "lost"),
+    [
+        (
+            "gemma_4",
+            [text("user", "q"), calls(USE_IDS[0]), text("assistant", "One moment."), results(USE_IDS[0])],
+            "message 3: the chat template drops the tool results",
+        ),
+        (
+            "gpt_oss",
+            [text("user", "q"), calls(USE_IDS[0]), results(USE_IDS[0]), text("assistant", "a"), text("user", "next")],
+            r"messages\[1\]: the chat template drops the text next to a tool call",
+        ),
+        (
+            "mistral_nemo",
+            [text("user", "q"), calls(USE_IDS[0]), results(USE_IDS[0])],
+            "message 0: the chat template drops the system prompt",
+        ),
+    ],
+)
+def test_an_opening_that_would_lack_a_part_is_an_error(family, messages, lost):
+    chat = to_chat_messages(copy.deepcopy(messages))
+    if family == "gpt_oss":
+        chat[1]["content"] = "I look it up."
+    if family == "mistral_nemo":
+        chat.insert(0, {"role": "system", "content": "Be brief."})
+    with pytest.raises(ChatTemplateError, match=lost):
+        ChatTemplate(load_tokenizer(family)).opening(chat, to_chat_tools(TOOLS))
 
 
 def test_results_have_the_ids_that_kimis_template_writes():
@@ -442,7 +477,10 @@ def test_messages_write_no_control_tokens_where_they_are_escaped(family):
     if template.self_check()["tool result"] is None:
         after, harmless = (
             template.continuation(
-                SampledTurn([7, stop], stop, calls), [{**result, "content": text}], [PROBE_TOOL]
+                SampledTurn([7, stop], stop, calls),
+                [{**result, "content": text}],
+                [PROBE_TOOL],
+                history=lambda: [{"role": "system", "content": "s"}, user_turns("u")[0], assistant_turn(calls, "x")],
             ).token_ids
             for text in (injected, "page")
         )

@@ -616,6 +616,7 @@ class ModelCall:
                 tools,
                 has_system=has_system,
                 had_tool_results=had_tool_results,
+                history=(lambda: self._whole_chat(before)) if known else None,
             )
 
         # Answers, images and the policy "template" are rendered by their place in the conversation, too.
@@ -655,10 +656,7 @@ class ModelCall:
         """Render the prompt of the whole conversation."""
 
         def render() -> Prompt:
-            chat = self._chat(self.chat.messages)
-            if self.chat.system is not None:
-                chat.insert(0, {"role": "system", "content": self.chat.system})
-            return self.template.opening(chat, self._tools())
+            return self.template.opening(self._whole_chat(self.chat.messages), self._tools())
 
         # Tool calls and their results are shown as this trajectory recorded them.
         blocks = (block for message in self.chat.messages for block in message["content"])
@@ -691,6 +689,10 @@ class ModelCall:
             if before.parts.get(name) == self.chat.conversation.parts.get(name):
                 return before.chat_tools
         return to_chat_tools(self.chat.tool_specs)
+
+    def _whole_chat(self, messages: Messages) -> list[ChatMessage]:
+        system = self.chat.system
+        return [*([] if system is None else [{"role": "system", "content": system}]), *self._chat(messages)]
 
     def _chat(self, messages: Messages, **context: Any) -> list[ChatMessage]:
         def as_shown(use_id: str, name: str, number: int) -> tuple[str, str]:

@@ -4,8 +4,10 @@ The opening is the template's render of the whole conversation. The continuation
 *after* a sampled turn, found without rendering that turn. A short stand-in conversation ends in an assistant message
 that holds a unique sentinel, and the new messages follow it. Everything after the first end-of-turn token that follows
 the sentinel is the continuation (`text_after_turn`). Sampled tokens are never decoded into a prompt. At construction
-the method is checked against full renders of probe conversations (`prove`). If it cannot be proven,
-`UnprovenContinuationError` is raised, and the caller starts a new sequence from a full render instead.
+the method is checked against full renders of probe conversations (`prove`), which also say what the template tests for:
+a template may write something else because of a word in the system prompt. Its continuations need the conversation
+itself instead of the stand-in. If the method cannot be proven, `UnprovenContinuationError` is raised, and the caller
+starts a new sequence from a full render instead.
 
 All knowledge about a template comes from rendering small conversations with it. Templates differ in where they look for
 reasoning, in whether they show text next to a tool call, and in the form of a call's arguments. A template silently
@@ -23,7 +25,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -77,7 +79,13 @@ class UnprovenContinuationError(Exception):
 FURTHER_CALLS = "tool calls of a message after the first"
 """The name of what templates drop that show one call per message, such as gpt-oss's."""
 
-_PART_OF_ROLE = {"system": "system prompt", "tool": "tool results"}
+_PARTS_OF_ROLES = {
+    "system": "system prompt",
+    "user": "text of the user",
+    "assistant": "text of the assistant",
+    "tool": "tool results",
+}
+_READS_HISTORY = "what the chat template writes after the turn depends on what came before it"
 _TAIL_CHARACTERS = 200
 _TAIL_TOKENS = 64
 
@@ -183,11 +191,14 @@ class ChatTemplate:
         self.tokenizer = encoder.tokenizer
         self.encode, self.decode = encoder.encode, encoder.decode
         self.arguments = dict(arguments or {})
-        self.forms = TemplateForms()
         # Pinned: the shared tokenizer may get another template.
         self._template = chat_template or own
         self.sentinel = _SENTINELS[0]
-        self.sentinel = next((new for new in _SENTINELS if self._survives(new())), _SENTINELS[0])
+        self.forms = TemplateForms()
+        if not self._find_sentinel():
+            self.forms = TemplateForms(text_as_parts=True)
+            if not self._find_sentinel():
+                self.forms = TemplateForms()
         self._control_tokens = ControlTokens(encoder, self.sentinel) if escape_control_tokens else None
         self._warned = self._warned_of_tools = False
         self.family, self.stops = self._find_family(family)
@@ -220,10 +231,18 @@ class ChatTemplate:
     def _prove(self, case: str, has_system: bool, has_tools: bool) -> Proof:
         if not self.stops:
             return Proof("the chat template ends an assistant turn with no special token")
-        key = (case, has_system, has_tools)
+        key = ("user turn" if case == "cut turn" else case, has_system, has_tools)
         if key not in self._proofs:
-            self._proofs[key] = prove(self, case, has_system=has_system, has_tools=has_tools)
+            self._proofs[key] = prove(self, key[0], has_system=has_system, has_tools=has_tools)
         return self._proofs[key]
+
+    @cached_property
+    def tested_texts(self) -> dict[str, int]:
+        """Texts that the template's tests may look for or measure, and how often a probe says them."""
+        constants = tested_constants(self.template_text)
+        numbers = {int(text) for text in constants if text.isdigit()} - {0, 1}
+        longer = {"x" * (number + 1): min(number, _MOST_EXCHANGES) for number in numbers}
+        return {text: 1 for text in ("earlier", *constants) if text.strip() and not text.isdigit()} | longer
 
     def rewrites_history(self, *, tool_result: bool = False, reasoning: Reasoning = "text") -> bool:
         """Whether the template renders earlier turns differently once something follows them.
@@ -373,18 +392,18 @@ class ChatTemplate:
             calls = [probe_call(self, number) for number in range(count)]
             turn = [] if count < 0 else [assistant_turn(calls, self.sentinel())]
             new = [probe_result(call) for call in calls] or [{"role": "user", "content": "v"}] * (count + 1)
-            for before in ([], [{"role": "system", "content": "s"}]):
-                exchange = [*before, {"role": "user", "content": "u"}, *self.forms.put(turn), *new]
-                for tools in (None, [PROBE_TOOL]):
-                    expected = self.try_render(exchange, tools, add_generation_prompt=True)
-                    if expected is None:
-                        continue
-                    try:
-                        is_same = template.render(self.variables, messages=exchange, tools=tools) == expected
-                    except Exception:
-                        is_same = False
-                    if not is_same:
-                        return None
+            before = [{"role": "system", "content": "s"}] if count % 2 else []
+            tools = [PROBE_TOOL] if count else None
+            exchange = [*before, {"role": "user", "content": "u"}, *self.forms.put(turn), *new]
+            expected = self.try_render(exchange, tools, add_generation_prompt=True)
+            if expected is None:
+                continue
+            try:
+                is_same = template.render(self.variables, messages=exchange, tools=tools) == expected
+            except Exception:
+                is_same = False
+            if not is_same:
+                return None
         return template
 
     def try_render(self, messages: Sequence[ChatMessage], tools: Tools = None, **options: Any) -> str | None:
@@ -410,9 +429,15 @@ class ChatTemplate:
         template = self._template
         return template if isinstance(template, str) else "\n".join(map(str, dict(template or {}).values()))
 
-    def _survives(self, sentinel: str) -> bool:
-        exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": sentinel}]
-        return sentinel in (self.try_render(exchange, add_generation_prompt=False) or "")
+    def _find_sentinel(self) -> bool:
+        """Whether the template shows an assistant's text in the present form and leaves a sentinel unchanged."""
+        for new in _SENTINELS:
+            text = new()
+            exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": text}]
+            if text in (self.try_render(exchange, add_generation_prompt=False) or ""):
+                self.sentinel = new
+                return True
+        return False
 
     # --- prompts ---
 
@@ -426,10 +451,16 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: The template rejected the conversation, or would drop a part of it.
         """
-        self._check_is_shown(messages)
+        places = [getattr(message, "where", f"message {i}") for i, message in enumerate(messages)]
         pictures = tuple(pictures_of(messages))
         messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
         text = self.render_step([], messages, tools)
+        lost = find_lost(self, [], messages, tools)
+        if lost is not None:
+            raise ChatTemplateError(
+                f"{places[lost[0]]}: the chat template drops the {lost[1]} of this conversation; leave it out, or pass "
+                "a template that renders all parts, chat_template=<jinja text>"
+            )
         if tools and not self._warned_of_tools and not any(tool["function"]["name"] in text for tool in tools):
             self._warned_of_tools = True
             logger.warning(
@@ -465,6 +496,7 @@ class ChatTemplate:
         *,
         has_system: bool = True,
         had_tool_results: bool = False,
+        history: Callable[[], Sequence[ChatMessage]] | None = None,
     ) -> Prompt:
         """Return the prompt tokens that follow a sampled turn.
 
@@ -478,39 +510,46 @@ class ChatTemplate:
             tools: Tools in OpenAI form.
             has_system: Whether the conversation begins with a system message.
             had_tool_results: Whether the conversation before the turn holds tool results.
+            history: Returns the conversation up to the turn, which is its last message, with the system message first
+                if there is one. Called only if the template's text after the turn depends on it.
 
         Raises:
-            UnprovenContinuationError: The template's text after the turn cannot be derived.
-            ChatTemplateError: The template would drop a part of the new messages.
+            UnprovenContinuationError: The template's text after the turn cannot be derived, or lacks a part of the new
+                messages.
         """
         last = turn.output_ids[-1] if len(turn.output_ids) else None
         results = sum(message["role"] == "tool" for message in messages)
         happens = {
-            "tool result": results == 1,
+            "tool result": results > 0,
             "several tool results": results > 1,
             "user turn": any(message["role"] == "user" for message in messages),
             "cut turn": turn.stop_token_id is None and not results,
         }
-        needs_tool_step = False
-        for case in CASES:
-            if happens[case]:
-                proof = self._prove(case, has_system, bool(tools))
-                if proof.reason is not None:
-                    raise UnprovenContinuationError(proof.reason)
-                needs_tool_step = needs_tool_step or proof.needs_tool_step
-        self._check_is_shown(messages)
+        proofs = [self._prove(case, has_system, bool(tools)) for case in CASES if happens[case]]
+        for proof in proofs:
+            if proof.reason is not None:
+                raise UnprovenContinuationError(proof.reason)
         pictures = tuple(pictures_of(messages))
         # A template that drops calls writes none: the new messages follow the turn's text.
         shown = [{"id": call["id"], "name": call["name"]} for call in turn.calls]
         shown = shown if results and "tool calls" not in self.left_out else []
         messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
-        after = self._shapes.text_after_turn(
-            shown if self._control_tokens is None else self._control_tokens.escape(shown),
-            messages,
-            tools,
-            has_system=has_system,
-            after_tool_step=needs_tool_step and had_tool_results,
-        )
+        if any(proof.reads_history for proof in proofs):
+            if history is None:
+                raise UnprovenContinuationError(_READS_HISTORY)
+            earlier, _ = self._escaped(self.forms.with_own_ids(history()), None)
+            turn_as_read = {**earlier[-1]}
+            if not shown:
+                turn_as_read.pop("tool_calls", None)
+            after = self.text_after_turn([*earlier[:-1], turn_as_read], messages, tools)
+        else:
+            after = self._shapes.text_after_turn(
+                shown if self._control_tokens is None else self._control_tokens.escape(shown),
+                messages,
+                tools,
+                has_system=has_system,
+                after_tool_step=had_tool_results and any(proof.needs_tool_step for proof in proofs),
+            )
         end_id = self.tokenizer.convert_tokens_to_ids(after.end)
         encoded = self._encoded(after.end + after.following)
         token_ids = _ids_of(encoded)
@@ -536,6 +575,16 @@ class ChatTemplate:
         sampled = next(length for length in range(len(rest), -1, -1) if tail.endswith(rest[:length]))
         return Prompt([*self.encode(rest[sampled:]), *token_ids], encoded, pictures=pictures)
 
+    def text_after_turn(
+        self, before: Sequence[ChatMessage], messages: Sequence[ChatMessage], tools: Tools
+    ) -> TextAfterTurn:
+        """Return the same as the function `text_after_turn`, if it has all parts of the messages."""
+        after = text_after_turn(self, before, messages, tools)
+        lost = find_lost(self, before, messages, tools)
+        if lost is not None:
+            raise UnprovenContinuationError(f"the chat template drops the {lost[1]} after the turn")
+        return after
+
     def _escaped(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[Sequence[ChatMessage], Tools]:
         """Return messages and tools as they are rendered, with marks for control tokens if those are escaped."""
         if self._control_tokens is not None:
@@ -559,29 +608,6 @@ class ChatTemplate:
     def _encoded(self, text: str) -> tuple[EncodedText, ...]:
         escaped = self._control_tokens
         return tuple(escaped.pieces(text)) if escaped else (EncodedText(text, self.encode(text)),)
-
-    def _check_is_shown(self, messages: Sequence[ChatMessage]) -> None:
-        """Reject messages with parts that the template would silently drop."""
-        for i, message in enumerate(messages):
-            where = getattr(message, "where", f"message {i}")
-            calls = message.get("tool_calls") or ()
-            parts = [
-                _PART_OF_ROLE.get(message["role"]),
-                "tool calls" if calls else "",
-                FURTHER_CALLS if calls[1:] else "",
-            ]
-            for part in filter(self.left_out.__contains__, parts):
-                raise ChatTemplateError(
-                    f"{where}: the chat template drops the {part}; pass a template that renders all parts, "
-                    "chat_template=<jinja text>"
-                )
-            if self.forms.text_beside_calls == "left out" and any(
-                formed.get("tool_calls") and formed["content"] for formed in self.forms.put([message])
-            ):
-                raise ChatTemplateError(
-                    f"{where}: the chat template drops text next to a tool call; remove the text from the message, or "
-                    "pass a template that renders it, chat_template=<jinja text>"
-                )
 
     # --- tokens ---
 
@@ -653,10 +679,10 @@ class Shapes:
         for message in messages:
             fields.append(tuple((name, None if name in _HOLES else value) for name, value in message.items()))
             texts += [value for name, value in message.items() if name in _HOLES]
-        around: dict[str, Any] = {"has_system": has_system, "after_tool_step": after_tool_step}
+        before = before_turn(calls, messages, has_system=has_system, after_tool_step=after_tool_step)
 
         def whole() -> TextAfterTurn:
-            return text_after_turn(self._template, calls, messages, tools, **around)
+            return self._template.text_after_turn(before, messages, tools)
 
         digest = tools.digest if isinstance(tools, ChatTools) else None
         if not (tools is None or digest) or not all(map(can_fill, texts)) or {type(one) for one in messages} != {dict}:
@@ -669,7 +695,7 @@ class Shapes:
             return whole()
         except KeyError:
             after = whole()
-            shape = self._shape(calls, messages, tools, **around)
+            shape = self._shape(before, messages, tools)
             if shape is not None and replace(shape[0], following=filled(shape[1], texts)) != after:
                 shape = None
             with self._lock:
@@ -680,13 +706,7 @@ class Shapes:
         return whole() if shape is None else replace(shape[0], following=filled(shape[1], texts))
 
     def _shape(
-        self,
-        calls: Sequence[Mapping[str, Any]],
-        messages: Sequence[ChatMessage],
-        tools: Tools,
-        *,
-        has_system: bool,
-        after_tool_step: bool,
+        self, before: Sequence[ChatMessage], messages: Sequence[ChatMessage], tools: Tools
     ) -> tuple[TextAfterTurn, Sequence[Part]] | None:
         """Render with holes; None if the template reads one, or writes one before the end of the turn."""
         template, numbers = self._template, itertools.count()
@@ -694,14 +714,16 @@ class Shapes:
         if with_holes is None:
             return None
         sentinel = template.sentinel()
-        named = [{**call, "id": Hole(next(numbers))} for call in calls]
+        turn, _ = with_marks(before[-1], lambda: sentinel, blank=True)
+        if "tool_calls" in turn:
+            turn["tool_calls"] = [{**call, "id": Hole(next(numbers))} for call in turn["tool_calls"]]
         new = [
             {name: Hole(next(numbers)) if name in _HOLES else value for name, value in message.items()}
             for message in messages
         ]
-        before = before_turn(named, new, sentinel, has_system=has_system, after_tool_step=after_tool_step)
+        formed = template.forms.put([*before[:-1], turn])
         try:
-            parts = with_holes({**template.variables, "messages": [*template.forms.put(before), *new], "tools": tools})
+            parts = with_holes({**template.variables, "messages": [*formed, *new], "tools": tools})
         except (HoleReadError, Exception):  # templates raise whatever their expressions raise
             return None
         marked = [at for at, part in enumerate(parts) if isinstance(part, str) and sentinel in part]
@@ -744,31 +766,25 @@ class TextAfterTurn:
 
 
 def text_after_turn(
-    template: ChatTemplate,
-    calls: Sequence[Mapping[str, Any]],
-    messages: Sequence[ChatMessage],
-    tools: Tools,
-    *,
-    has_system: bool,
-    after_tool_step: bool = False,
+    template: ChatTemplate, before: Sequence[ChatMessage], messages: Sequence[ChatMessage], tools: Tools
 ) -> TextAfterTurn:
-    """Return what the template writes after a turn, with a stand-in instead of that turn.
+    """Return what the template writes after a turn.
 
     Args:
         template: The template.
-        calls: The turn's tool calls in order: `{"id", "name"}`. Empty if the template does not write calls.
+        before: The conversation up to the turn, or a stand-in for it (`before_turn`). Its last message is the turn.
         messages: The chat messages after the turn.
         tools: Tools in OpenAI form.
-        has_system: Whether the conversation begins with a system message (some templates reject one).
-        after_tool_step: Whether the stand-in conversation has a tool call and its result before the turn.
 
     Raises:
-        UnprovenContinuationError: The text cannot be derived.
+        UnprovenContinuationError: The text cannot be derived, or lacks a part of the messages.
     """
     sentinel = template.sentinel()
-    before = before_turn(calls, messages, sentinel, has_system=has_system, after_tool_step=after_tool_step)
+    # Every call holds the sentinel; the last one that the template writes counts. gpt-oss's template writes only one
+    # of several calls.
+    turn, _ = with_marks(before[-1], lambda: sentinel, blank=True)
     try:
-        text = template.render_step(before, messages, tools)
+        text = template.render_step([*before[:-1], turn], messages, tools)
     except ChatTemplateError as error:
         # The full render shows whether the template rejects the messages or only the stand-in.
         raise UnprovenContinuationError(str(error)) from error
@@ -783,19 +799,23 @@ def text_after_turn(
 def before_turn(
     calls: Sequence[Mapping[str, Any]],
     messages: Sequence[ChatMessage],
-    sentinel: str,
     *,
     has_system: bool,
-    after_tool_step: bool,
+    after_tool_step: bool = False,
 ) -> list[ChatMessage]:
-    """Create the stand-in conversation up to a turn, which holds the sentinel; the arguments are as above."""
+    """Create a stand-in for the conversation up to a turn.
+
+    Args:
+        calls: The turn's tool calls in order: `{"id", "name"}`. Empty if the template does not write calls.
+        messages: The chat messages after the turn.
+        has_system: Whether the conversation begins with a system message (some templates reject one).
+        after_tool_step: Whether there is a tool call and its result before the turn.
+    """
     before: list[ChatMessage] = [{"role": "system", "content": "s"}] if has_system else []
     before.append({"role": "user", "content": "u"})
     if after_tool_step:
         before += _tool_step({"id": "call00000", "name": "f"})
-    # Every call holds the sentinel; the last one that the template writes counts. gpt-oss's template writes only one
-    # of several calls.
-    return [*before, assistant_turn(calls if any(message["role"] == "tool" for message in messages) else (), sentinel)]
+    return [*before, assistant_turn(calls if any(message["role"] == "tool" for message in messages) else (), "")]
 
 
 def assistant_turn(calls: Sequence[Mapping[str, Any]], text: str) -> ChatMessage:
@@ -814,6 +834,71 @@ def assistant_turn(calls: Sequence[Mapping[str, Any]], text: str) -> ChatMessage
             for call in calls
         ],
     }
+
+
+def with_marks(
+    message: ChatMessage, new_mark: Callable[[], str], *, blank: bool = False
+) -> tuple[ChatMessage, dict[str, str]]:
+    """Append a mark to each text of a message: to its content, and to the arguments of each of its tool calls.
+
+    Args:
+        message: The message.
+        new_mark: Creates a mark.
+        blank: Whether a content without text gets a mark if the message has no calls.
+
+    Returns:
+        The message, and which part of it holds which mark.
+    """
+    parts: dict[str, str] = {}
+    calls = message.get("tool_calls") or ()
+
+    def marked(text: str, part: str) -> str:
+        if not text.strip() and (calls or not blank):
+            return text
+        mark = new_mark()
+        parts[mark] = part
+        return text + mark
+
+    part = "text next to a tool call" if calls else _PARTS_OF_ROLES[message["role"]]
+    content = message["content"]
+    if isinstance(content, str):
+        content = marked(content, part)
+    else:
+        content = [{**piece, "text": marked(piece["text"], part)} if "text" in piece else piece for piece in content]
+    message = {**message, "content": content}
+    if calls:
+        message["tool_calls"] = []
+    for number, call in enumerate(calls):
+        function, mark = call["function"], new_mark()
+        parts[mark] = FURTHER_CALLS if number else "tool calls"
+        arguments = {**function["arguments"], "mark": mark}
+        message["tool_calls"].append({**call, "function": {**function, "arguments": arguments}})
+    return message, parts
+
+
+def find_lost(
+    template: ChatTemplate, before: Sequence[ChatMessage], messages: Sequence[ChatMessage], tools: Tools
+) -> tuple[int, str] | None:
+    """Find what a template drops silently when it renders messages after others.
+
+    The messages are rendered once more with a mark at the end of each text, because a template may write a text in
+    another form.
+
+    Returns:
+        The position of the first message of which a part is missing, and the name of the part; None if there is none.
+    """
+    marked = [with_marks(message, template.sentinel) for message in messages]
+    text = template.try_render([*before, *(message for message, _ in marked)], tools, add_generation_prompt=True)
+    if text is None:
+        return None
+    position = 0
+    for index, (_, parts) in enumerate(marked):
+        for mark, part in parts.items():
+            found = max(text.find(mark, position), text.find(mark))
+            if found < 0:
+                return index, part
+            position = found
+    return None
 
 
 def _split(text: str, sentinel: str, stops: Sequence[str]) -> TextAfterTurn:
@@ -837,17 +922,20 @@ class Proof:
     Attributes:
         reason: Why it is not proven; None if it is.
         needs_tool_step: Whether the stand-in needs a tool step before the turn if the conversation has one.
+        reads_history: Whether no stand-in will do: the text depends on what the conversation says, or on its length.
     """
 
     reason: str | None
     needs_tool_step: bool = False
+    reads_history: bool = False
 
 
 def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: bool) -> Proof:
     """Prove the text after a turn for one of `CASES`.
 
-    Conversations of three lengths are rendered in full. Their text after the turn must equal that of the stand-in
-    conversation, and neither the system prompt nor the tools may come after the turn.
+    Conversations of three lengths are rendered in full. Neither the system prompt nor the tools may come after the
+    turn. Their text after the turn must equal that of the stand-in conversation, and so must that of conversations that
+    say what the template tests for; otherwise the conversation itself has to be rendered at every call.
 
     Args:
         template: The template.
@@ -855,40 +943,107 @@ def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: boo
         has_system: Whether the conversation begins with a system message.
         has_tools: Whether there are tools.
     """
-    tools = [PROBE_TOOL] if has_tools else None
+    tools = ChatTools([PROBE_TOOL]) if has_tools else None
     count = {"tool result": 1, "several tool results": 2}.get(case, 0)
     calls = [probe_call(template, number) for number in range(5, 5 + count)]
     shown = calls if "tool calls" not in template.left_out else []
     new: list[ChatMessage] = [probe_result(call) for call in calls] or [{"role": "user", "content": "And then?"}]
-    before: list[ChatMessage] = [{"role": "system", "content": _SYSTEM}] if has_system else []
-    before.append({"role": "user", "content": "What is there?"})
-    exchange = [{"role": "assistant", "content": "A probe."}, {"role": "user", "content": "Which one?"}]
+
+    def conversation(text: str, *, steps: int, exchanges: int, answer: str = "") -> list[ChatMessage]:
+        before: list[ChatMessage] = [{"role": "system", "content": text}] if has_system else []
+        before.append({"role": "user", "content": text})
+        for number in range(steps):
+            call = {**probe_call(template, number), "name": answer or "look"}
+            before += _tool_step(call, text)
+        before += [{"role": "assistant", "content": text}, {"role": "user", "content": text}] * exchanges
+        return [*before, assistant_turn(shown, answer)]
 
     try:
         references = []
         for number in range(3):
-            answer = template.sentinel()
-            whole = template.render([*before, assistant_turn(shown, answer), *new], tools, add_generation_prompt=True)
-            references.append(_split(whole, answer, template.stops))
+            before = conversation(_SYSTEM, steps=number if count else 0, exchanges=0 if count else number)
+            references.append(text_after_turn(template, before, new, tools))
             after = references[-1].rest + references[-1].following
             if has_system and _SYSTEM in after:
                 return Proof("the chat template moves the system prompt after the turn")
             if has_tools and _DESCRIPTION in after:
                 return Proof("the chat template moves the tools after the turn")
-            before += _tool_step(probe_call(template, number)) if count else exchange
-        plain = text_after_turn(template, shown, new, tools, has_system=has_system)
-        if references == [plain] * 3:
-            return Proof(None)
-        later = text_after_turn(template, shown, new, tools, has_system=has_system, after_tool_step=True)
-        if count and references == [plain, later, later]:
-            return Proof(None, needs_tool_step=True)
+        plain = text_after_turn(template, before_turn(shown, new, has_system=has_system), new, tools)
+        later = plain
+        if count and references[0] == plain and references[1] != plain:
+            stand_in = before_turn(shown, new, has_system=has_system, after_tool_step=True)
+            later = text_after_turn(template, stand_in, new, tools)
+        if references != [plain, later, later]:
+            return Proof(None, reads_history=True)
+        probes = (
+            conversation(text, steps=int(has_tools), exchanges=exchanges, answer=text)
+            for text, exchanges in template.tested_texts.items()
+        )
+        reads_history = not all(_is_after(template, later, probe, new, tools) for probe in probes if count < 2)
+        return Proof(None, needs_tool_step=later != plain, reads_history=reads_history)
     except (UnprovenContinuationError, ChatTemplateError) as error:
         return Proof(str(error))
-    return Proof("what the chat template writes after the turn depends on what came before it")
 
 
-def _tool_step(call: Mapping[str, str]) -> list[ChatMessage]:
-    return [assistant_turn([call], "earlier"), probe_result(call)]
+def _is_after(template: ChatTemplate, after: TextAfterTurn, before: Sequence[ChatMessage], *new: Any) -> bool:
+    """Whether a text follows a turn, if the template takes the conversation and shows the turn."""
+    try:
+        return text_after_turn(template, before, *new) == after
+    except UnprovenContinuationError:
+        return True
+
+
+_MAX_TEMPLATES = 64
+"""Templates that are kept for one tokenizer; a model holds its own in any case."""
+_MOST_EXCHANGES = 30
+"""In a probe that is longer than what a template tests for."""
+
+
+_BLOCK = re.compile(r"\{#.*?#\}|\{[{%](.*?)[%}]\}", re.DOTALL)
+_WORD = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\w+|[!=<>]=|\S""")
+_COMPARES = ("==", "!=", "<", ">", "<=", ">=", "=", "in", "not")
+_SEARCHES = ("startswith", "endswith", "split", "rsplit", "partition", "rpartition", "find", "index", "count")
+_DEFINED = re.compile(r"(\w+)\s+is\s+(?:not\s+)?(?:un)?defined")
+_FIELDS = re.compile(r"""\.(\w+)|(?<=[\w\])])\[(['"])(\w+)\2\]""")
+
+
+@lru_cache(_MAX_TEMPLATES)
+def tested_constants(source: str) -> set[str]:
+    """Return the texts and numbers with which a template compares something, or for which it searches something.
+
+    Names of fields and what is compared with roles, types and the template's arguments are left out: no text of a
+    conversation decides those.
+    """
+    fields = {field[0] or field[2] for field in _FIELDS.findall(source)}
+    other = {"role", "type", *(set(_DEFINED.findall(source)) - fields)}
+    found, kinds = set(), set()
+    for block in _BLOCK.findall(source):
+        words = ["", "", "", *_WORD.findall(block), ""]
+        opened: list[int] = []
+        for at, word in enumerate(words):
+            if word and word in "[(":
+                opened.append(at)
+            elif word and word in "])" and opened:
+                opened.pop()
+            if word[:1] not in ("'", '"') and not word.isdigit():
+                continue
+            test = at - 1  # the position of the word that compares or searches
+            if words[test] not in _COMPARES and opened:
+                test = opened[-1] - 1
+            of = test - 1  # the position of what is compared, before filters and brackets
+            while words[of - 1] == "|":
+                of -= 2
+            subject = words[of] if words[of] not in ("]", ")") else words[of - 1].strip("'\"")
+            literal = word if word.isdigit() else word[1:-1].encode().decode("unicode_escape")
+            if words[test] in _COMPARES and subject in other:
+                kinds.add(literal)
+            elif words[test] in (*_COMPARES, *_SEARCHES) or words[at + 1] in _COMPARES:
+                found.add(literal)
+    return found - fields - kinds
+
+
+def _tool_step(call: Mapping[str, str], text: str = "earlier") -> list[ChatMessage]:
+    return [assistant_turn([call], text), {**probe_result(call), "content": text}]
 
 
 def probe_call(template: ChatTemplate, number: int) -> dict[str, str]:
@@ -918,25 +1073,33 @@ def rewrites_history(template: ChatTemplate, *, tool_result: bool, reasoning: Re
     """
     thought, answer = template.sentinel(), template.sentinel()
     question: ChatMessage = {"role": "user", "content": "u"}
-    call = {"id": "call00000", "name": "look"}
-    turn = assistant_turn([call] if tool_result else [], answer)
-    if reasoning != "none":
-        turn["reasoning_content"] = thought if reasoning == "text" else ""
-    following = probe_result(call) if tool_result else {"role": "user", "content": "v"}
+
+    def step(call_id: str, text: str, thought: str) -> list[ChatMessage]:
+        call = {"id": call_id, "name": "look"}
+        turn = assistant_turn([call] if tool_result else [], text)
+        if reasoning != "none":
+            turn["reasoning_content"] = thought if reasoning == "text" else ""
+        return [turn, probe_result(call) if tool_result else {"role": "user", "content": "v"}]
+
+    turn, following = step("call00000", answer, thought)
     tools = [PROBE_TOOL] if tool_result else None
+
+    def changes(later: Sequence[ChatMessage]) -> bool:
+        whole = template.render([question, turn, following, *later], tools, add_generation_prompt=True)
+        if not whole.startswith(opening) or (reasoning == "text" and thought not in whole):
+            return True
+        # The text before the answer may be there only while the turn is the last one.
+        before = whole.partition(answer)[0]
+        if reasoning == "empty":
+            return before == opening or before != before_last
+        return before not in (opening, before_last) and not tool_result
+
     try:
         opening = template.render([question], tools, add_generation_prompt=True)
-        as_last = template.render([question, turn], tools, add_generation_prompt=False)
-        whole = template.render([question, turn, following], tools, add_generation_prompt=True)
+        before_last = template.render([question, turn], tools, add_generation_prompt=False).partition(answer)[0]
+        return changes([]) or changes(step("call00001", "another answer", "another thought"))
     except ChatTemplateError:
         return True  # unknown: the template's own form is its full render
-    if not whole.startswith(opening) or (reasoning == "text" and thought not in whole):
-        return True
-    # The text before the answer may be there only while the turn is the last one.
-    before, before_last = whole.partition(answer)[0], as_last.partition(answer)[0]
-    if reasoning == "empty":
-        return before == opening or before != before_last
-    return before not in (opening, before_last) and not tool_result
 
 
 def prefix_arguments(template: ChatTemplate) -> str:
@@ -953,6 +1116,8 @@ def prefix_arguments(template: ChatTemplate) -> str:
     ]
     probes: list[tuple[list[ChatMessage], Tools]] = [
         (plain, None),
+        (plain[1:], None),  # a template may have a system prompt of its own
+        (plain[1:], [PROBE_TOOL]),
         ([*plain, {**assistant_turn([call], "b"), "reasoning_content": "r"}, probe_result(call)], [PROBE_TOOL]),
     ]
 
@@ -986,16 +1151,26 @@ class TemplateForms:
             `reasoning_content`.
         text_beside_calls: How the template takes text next to tool calls.
         numbers_calls: Whether the template writes its own ids into tool calls, numbered from 0 in each turn.
+        text_as_parts: Whether the template takes each content as a list of parts, as those of some vision models do.
     """
 
     text_arguments: bool = False
     reasoning_marks: tuple[str, str] | None = None
     text_beside_calls: TextBesideCalls = "shown"
     numbers_calls: bool = False
+    text_as_parts: bool = False
 
     def put(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Put messages into the template's forms; messages already in them stay unchanged."""
-        return [formed for message in messages for formed in self._put(message)]
+        formed = [formed for message in messages for formed in self._put(message)]
+        if not self.text_as_parts:
+            return formed
+        return [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message["content"], str)
+            else message
+            for message in formed
+        ]
 
     def _put(self, message: ChatMessage) -> list[ChatMessage]:
         if message["role"] != "assistant":
@@ -1080,7 +1255,7 @@ def find_forms(template: ChatTemplate) -> TemplateForms:
     def shows_reasoning(forms: TemplateForms) -> bool:
         return bool(shown(forms, "reasoning", "text") or shown(forms, "reasoning", "call"))
 
-    forms = TemplateForms()
+    forms = template.forms
     if not shown(forms, "call") and shown(replace(forms, text_arguments=True), "call"):
         forms = replace(forms, text_arguments=True)
     if not shows_reasoning(forms):
@@ -1226,9 +1401,6 @@ def _any_of(words: Iterable[str]) -> str:
 def _ids_of(encoded: Sequence[EncodedText]) -> list[int]:
     return [token_id for part in encoded for token_id in part.token_ids]
 
-
-_MAX_TEMPLATES = 64
-"""Templates that are kept for one tokenizer; a model holds its own in any case."""
 
 _templates_lock = threading.Lock()
 

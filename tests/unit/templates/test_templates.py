@@ -187,6 +187,46 @@ def test_arguments_that_change_the_history_change_the_identity(chatml_tokenizer)
     assert plain.identity != greeted.identity
 
 
+def test_arguments_that_matter_only_without_a_system_prompt_change_the_identity(chatml_tokenizer):
+    text = "{% if messages[0].role != 'system' %}{{ name or 'You' }}{% endif %}" + chatml_tokenizer.chat_template
+    plain = ChatTemplate(chatml_tokenizer, chat_template=text)
+    assert plain.identity != ChatTemplate(chatml_tokenizer, chat_template=text, arguments={"name": "X"}).identity
+
+
+def test_content_is_given_in_parts_where_a_template_wants_parts(chatml_tokenizer):
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'text' %}"
+        "{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    assert template.opening(opening_messages(), None).text.count("Be brief.") == 1
+    end = end_of(template)
+    prompt = template.continuation(SampledTurn([5, end], end), [{"role": "user", "content": "x"}], None)
+    assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("role", "part"),
+    [
+        ("system", "message 0: the chat template drops the system prompt"),
+        ("user", "message 1: the chat template drops the text of the user"),
+        ("assistant", "message 2: the chat template drops the text of the assistant"),
+    ],
+)
+def test_a_text_that_only_this_conversation_loses_is_an_error(chatml_tokenizer, role, part):
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        f"{{% if m.role != '{role}' or messages | length < 4 %}}{{{{ m.content }}}}{{% endif %}}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    short = [*opening_messages(), {"role": "assistant", "content": "4"}]
+    assert template.opening(short, None).text
+    with pytest.raises(ChatTemplateError, match=part):
+        template.opening([*short, {"role": "user", "content": "4?"}], None)
+
+
 def test_a_tokenizer_without_a_template_is_rejected(chatml_tokenizer):
     class Bare:
         chat_template = None
@@ -344,7 +384,7 @@ def test_a_template_without_calls_still_renders_none_from_history(chatml_tokeniz
     end, called = end_of(template), call_message(*CALLS)
     with pytest.raises(ChatTemplateError, match="drops the tool calls"):
         template.opening([*opening_messages(), called, *results(1)], TOOLS)
-    with pytest.raises(ChatTemplateError, match="drops the tool calls"):
+    with pytest.raises(UnprovenContinuationError, match="drops the tool calls"):
         template.continuation(SampledTurn([5, end], end, CALLS), [*results(1), called, *results(1)], TOOLS)
 
 
@@ -356,8 +396,10 @@ def test_dropped_results_are_not_continued(chatml_tokenizer, calls):
         + "<|im_end|>\n{% endif %}{% endfor %}"
     )
     template, end = ChatTemplate(chatml_tokenizer, chat_template=text), chatml_tokenizer.eos_token_id
-    with pytest.raises(ChatTemplateError, match=r"message 0: the chat template drops the tool results"):
+    with pytest.raises(UnprovenContinuationError, match="drops the tool results"):
         template.continuation(SampledTurn([5, end], end, CALLS), results(1), TOOLS)
+    with pytest.raises(ChatTemplateError, match=r"message 3: the chat template drops the tool results"):
+        template.opening([*opening_messages(), {"role": "assistant", "content": "x"}, *results(1)], TOOLS)
 
 
 def test_calls_that_a_template_drops_after_the_first_are_rejected(chatml_tokenizer):
@@ -446,22 +488,82 @@ def test_a_template_that_takes_text_arguments_gets_text(chatml_tokenizer):
     assert '<tool_call>{"x": 1}</tool_call>' in template.decode(opening.token_ids)
 
 
-def test_a_continuation_that_depends_on_history_is_unproven(chatml_tokenizer):
-    last_only = (  # numbers the results of the whole conversation
-        "{% set n = namespace(results=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.tool_calls or '' }}"
-        "{% if m.role == 'tool' %}{% set n.results = n.results + 1 %}{{ n.results }}: {% endif %}"
-        "{{ m.content }}<|im_end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    template = ChatTemplate(chatml_tokenizer, chat_template=last_only)
-    check = template.self_check()
-    assert (check["user turn"], check["cut turn"]) == (None, None)
-    assert "depends on what came before it" in check["tool result"]
+# After a turn, the template writes what depends on the conversation before it.
+NUMBERED_RESULTS = (
+    "{% set n = namespace(results=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.tool_calls or '' }}"
+    "{% if m.role == 'tool' %}{% set n.results = n.results + 1 %}{{ n.results }}: {% endif %}"
+    "{{ m.content }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML = (
+    "{%% set n = namespace(tool=false, first='', system='') %%}"
+    "{%% for m in messages %%}{%% if m.role == 'tool' %%}{%% set n.tool = true %%}{%% endif %%}"
+    "{%% if m.role == 'system' %%}{%% set n.system = m.content %%}{%% endif %%}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{%% for c in m.tool_calls or [] %%}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{%% endfor %%}<|im_end|>\n{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<|im_start|>assistant\n%s{%% endif %%}"
+)
+READERS = {
+    "a word in the system prompt": "{% if '/fast' in n.system %}<think></think>{% endif %}",
+    "the system prompt itself": '{% if n.system == "Be fast." %}<think></think>{% endif %}',
+    "the end of the system prompt": "{% if n.system.endswith('/fast') %}<think></think>{% endif %}",
+    "one of several words": "{% for w in ['/fast', '/slow'] %}{% if w in n.system %}{{ w }}{% endif %}{% endfor %}",
+    "a word that has a name": "{% set flag = '/fast' %}{% if flag in n.system %}<think></think>{% endif %}",
+    "a word in any message": "{% for m in messages[:-1] %}{% if '/fast' in m.content %}/fast{% endif %}{% endfor %}",
+    "a word in an answer": "{% for m in messages if m.role == 'assistant' and m.content == '/fast' %}!{% endfor %}",
+    "the length of a message": "{% if messages[0].content | length > 100 %}[be brief]\n{% endif %}",
+    "the number of messages": "{% if messages | length > 7 %}[be brief]\n{% endif %}",
+    "an argument": (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for v in c.function.arguments.values() %}"
+        "{% if v == '/fast' %}!{% endif %}{% endfor %}{% endfor %}{% endfor %}"
+    ),
+    "a tool's name": (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{% if c.function.name.startswith('fast') %}!{% endif %}{% endfor %}{% endfor %}"
+    ),
+    "an earlier tool step": "{% if n.tool and messages[-1].role == 'user' %}[cite the tool]\n{% endif %}",
+}
+
+
+@pytest.mark.parametrize("text", [NUMBERED_RESULTS, *(CHATML % reader for reader in READERS.values())])
+def test_what_follows_a_turn_may_depend_on_all_before_it(chatml_tokenizer, text):
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
     end = end_of(template)
-    with pytest.raises(UnprovenContinuationError, match="depends on what came before it"):
-        template.continuation(
-            SampledTurn([5, end], end, CALLS), [{"role": "tool", "content": "4", "tool_call_id": "t0"}], TOOLS
-        )
+    call = {"toolUseId": "t1", "name": "calculator", "id": "t1"}
+    unproven, differing = 0, set()
+    for said in ("hello", "/fast", "Be fast.", "x" * 101, "please /fast"):
+        step = [call_message({"name": "fast_one", "id": "t0"}), *results(1)]
+        step[0]["tool_calls"][0]["function"]["arguments"] = {"x": said}
+        answer, asked = {"role": "assistant", "content": said}, {"role": "user", "content": said}
+        for before in ([asked], [asked, *step], [asked, *step, answer, asked], [asked, answer, asked, answer, asked]):
+            for turn, new in (
+                (call_message(call), [{"role": "tool", "content": "6", "tool_call_id": "t1"}]),
+                ({"role": "assistant", "content": "It is 4."}, [{"role": "user", "content": "And then?"}]),
+            ):
+                system = {"role": "system", "content": said}
+                sampled = SampledTurn([5, end], end, [call] if "tool_calls" in turn else [])
+                history = [system, *before, turn]
+                prompt = template.continuation(sampled, new, TOOLS, history=lambda history=history: history)
+                whole = template.opening([*history, *new], TOOLS).text
+                assert whole.endswith(prompt.text) and whole.count(prompt.text) == 1
+                differing.add(prompt.text)
+                try:
+                    template.continuation(sampled, new, TOOLS)
+                except UnprovenContinuationError as error:
+                    unproven += "depends on what came before it" in str(error)
+    assert unproven and len(differing) > 2
+
+
+def test_a_word_in_the_system_prompt_changes_the_generation_prompt_of_every_call(chatml_tokenizer):
+    template = CHATML % READERS["a word in the system prompt"]
+    for system_prompt, mark in (("Be brief. /fast", "<think></think>"), ("Be brief.", "")):
+        server = ScriptedSGLang(chatml_tokenizer, ["one", "two", "three"])
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), chat_template=template)
+        agent = Agent(model=model, system_prompt=system_prompt, callback_handler=None)
+        for question in ("first", "second", "third"):
+            agent(question)
+        assert [request.text.rpartition("assistant\n")[2] for request in server.requests] == [mark] * 3
+        assert len(model.trajectory.sequences()) == 1
 
 
 def test_arguments_that_matter_only_together_change_the_identity(chatml_tokenizer):
@@ -503,6 +605,19 @@ def test_a_template_that_strips_reasoning_rewrites_history(chatml_tokenizer):
     keeping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}{{ m.content }}<|im_end|>"
     keeping += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     assert not ChatTemplate(chatml_tokenizer, chat_template=keeping).rewrites_history()
+
+
+def test_a_template_that_keeps_the_latest_reasoning_only_rewrites_history(chatml_tokenizer):
+    text = (
+        "{% set n = namespace(last=0) %}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% set n.last = loop.index %}{% endif %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if loop.index == n.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    assert template.rewrites_history() and template.rewrites_history(tool_result=True)
+    assert not template.rewrites_history(reasoning="none")
 
 
 def test_a_template_that_strips_empty_reasoning_rewrites_history(chatml_tokenizer):
@@ -572,7 +687,7 @@ def test_a_full_render_has_reasoning_and_text_next_to_calls(chatml_tokenizer):
 
 def test_text_that_every_form_drops_is_rejected_with_its_path(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=ALTERNATING)
-    with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template drops text next to a tool call"):
+    with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template drops the text next to a tool call"):
         template.opening(thoughtful_history(), TOOLS)
     silent = [{**message, "content": ""} if "tool_calls" in message else message for message in thoughtful_history()]
     for message in silent:
@@ -582,7 +697,7 @@ def test_text_that_every_form_drops_is_rejected_with_its_path(chatml_tokenizer):
 
 def test_new_messages_with_dropped_text_are_rejected(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=ALTERNATING)
-    with pytest.raises(ChatTemplateError, match=r"messages\[1\]"):
+    with pytest.raises(UnprovenContinuationError, match="drops the text next to a tool call"):
         template.continuation(SampledTurn([7, end_of(template)], end_of(template)), thoughtful_history(), TOOLS)
 
 
