@@ -106,8 +106,8 @@ class SGLangCancelledError(_EndedEarlyError):
     """
 
 
-class TokenizerMismatchError(SGLangClientError):
-    """The model object's tokenizer is not the one of the served model.
+class TokenizerMismatchError(SGLangClientError, ValueError):
+    """The model object's tokenizer is not the one of the served model, or of the trajectory that it should extend.
 
     Raised before the first request, and nothing is recorded. Load the tokenizer from the `tokenizer_path` that the
     server's `/model_info` reports.

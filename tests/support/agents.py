@@ -14,7 +14,7 @@ from strands import Agent, tool
 from strands.agent.conversation_manager import NullConversationManager
 from strands.models import Model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from strands_sglang import SGLangModel
 from strands_sglang.tool_parsers import ToolParser, ToolParseResult
@@ -261,6 +261,36 @@ def build_chatml_tokenizer(*, with_marks=True):
     )
     fast.chat_template = CHATML_TEMPLATE
     return fast
+
+
+class LetterTokenizer(PreTrainedTokenizer):
+    """A tokenizer in Python with a token per ASCII character. Like most of them, it raises for ids that it lacks."""
+
+    def __init__(self):
+        self.letters = ["<|im_start|>", "<|im_end|>", "\n", *map(chr, range(32, 127))]
+        super().__init__(
+            eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"], clean_up_tokenization_spaces=False
+        )
+        self.chat_template = CHATML_TEMPLATE
+
+    @property
+    def vocab_size(self):
+        return len(self.letters)
+
+    def get_vocab(self):
+        return {letter: token_id for token_id, letter in enumerate(self.letters)}
+
+    def _tokenize(self, text, **kwargs):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.letters.index(token if token in self.letters else "?")
+
+    def _convert_id_to_token(self, index):
+        return self.letters[index]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
 
 
 class Gate:

@@ -251,7 +251,6 @@ class ModelCall:
 
     async def _ask(self, tool_choice: Any) -> None:
         """Record the call before its first request."""
-        self.trajectory.encode_with(self.template.encoder)
         place, prompt = self._attach()
         prompt_ids, images = prompt.token_ids, None
         if self.images is not None and prompt.pictures:
@@ -273,6 +272,7 @@ class ModelCall:
             reasoning_open=prompt.ends_with(self.parser.think_start_token),
             constrained=constrained,
             images=images,
+            encoder=self.template.encoder,
         )
         self.turn.chat_tools = self._tools(place.turn)
         self.turn.said = said_in(place.new_messages, self.chat.system if place.turn is None else None)

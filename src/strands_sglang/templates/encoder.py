@@ -77,9 +77,16 @@ class Encoder:
             return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids, including special tokens."""
+        """Return the text of ids, including special tokens. Ids that the vocabulary does not have are left out."""
         if self._rust is not None:
             return self._rust.decode(list(token_ids), skip_special_tokens=False)
+        try:
+            return self._decode(token_ids)
+        except Exception:  # a tokenizer in Python raises what it likes for an unknown id
+            names = self._names_of(token_ids)
+            return self._decode([token_id for token_id in token_ids if names[token_id]])
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
         with self._lock:
             text: str = self.tokenizer.decode(
                 list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -90,7 +97,7 @@ class Encoder:
         """Return the bytes of each id inside a text.
 
         Those of a sequence, joined, are the bytes of its text: several tokens may share a character. If a vocabulary is
-        of an unknown kind, a piece is the text of the id on its own.
+        of an unknown kind, a piece is the text of the id on its own. An id that the vocabulary does not have is empty.
         """
         names = self._names_of(token_ids)
         if self._spelling is None:
@@ -98,13 +105,12 @@ class Encoder:
         return {token_id: self._spelling(name) for token_id, name in names.items()}
 
     def _names_of(self, token_ids: Iterable[int]) -> dict[int, str]:
-        ids = list(token_ids)
-        if self._rust is not None:
-            names = [self._rust.id_to_token(token_id) for token_id in ids]
-        else:
-            with self._lock:
-                names = self.tokenizer.convert_ids_to_tokens(ids)
-        return {token_id: name if isinstance(name, str) else "" for token_id, name in zip(ids, names, strict=True)}
+        name_of = self.tokenizer.convert_ids_to_tokens if self._rust is None else self._rust.id_to_token
+        names = dict.fromkeys(token_ids, "")
+        for token_id in names:
+            with self._lock, suppress(Exception):  # as in `decode`
+                names[token_id] = name_of(token_id) or ""
+        return names
 
     @cached_property
     def _spelling(self) -> Callable[[str], bytes] | None:

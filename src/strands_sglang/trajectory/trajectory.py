@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from strands.types.content import Message, Messages
 
 from ..drift import Drift, measure_drift
+from ..exceptions import TokenizerMismatchError
 from ..messages import Conversation, block_digests, chain_of, fingerprint, message_digest, next_link
 from ..messages.said import said_in
 from ..outcomes import TerminationReason
@@ -172,30 +173,22 @@ class Trajectory:
         self._warned_of_several = False
         self._warned_of_rewriting = False
 
-    def encode_with(self, encoder: Encoder) -> None:
-        """Use an encoder from now on.
-
-        Args:
-            encoder: Encodes and decodes the next calls.
-
-        Raises:
-            ValueError: A recorded id is other text in its vocabulary.
-        """
+    def _encode_with(self, encoder: Encoder, prompt_ids: Iterable[int]) -> None:
+        """Use an encoder from now on, unless a recorded id or one of the prompt is other text in its vocabulary."""
         if encoder is self.encoder:
             return
-        with self._lock:
-            earlier = dict(self.pieces)
-            if self.encoder is not None:
-                ids = {token_id for turn in self._turns for token_id in (*turn.prompt_ids, *turn.output_ids)}
-                earlier.update(self.encoder.pieces(sorted(ids)))
-            there = encoder.pieces(earlier) if earlier else {}
-            for token_id, piece in earlier.items():
-                if piece and piece.strip() != there[token_id].strip():  # tokenizers may differ in the first space
-                    raise ValueError(
-                        f"the trajectory was recorded with another vocabulary: its id {token_id} is {piece!r}, and "
-                        f"{there[token_id]!r} in the model's; use the tokenizer it was recorded with"
-                    )
-            self.encoder = encoder
+        earlier = dict(self.pieces)
+        if self.encoder is not None:
+            ids = {token_id for turn in self._turns for token_id in (*turn.prompt_ids, *turn.output_ids)}
+            earlier.update(self.encoder.pieces(sorted(ids.union(prompt_ids))))
+        there = encoder.pieces(earlier)
+        for token_id, piece in earlier.items():
+            if piece and piece.strip() != there[token_id].strip():  # tokenizers may differ in the first space
+                raise TokenizerMismatchError(
+                    f"the trajectory was recorded with another vocabulary: its id {token_id} is {piece!r}, and "
+                    f"{there[token_id]!r} in the model's; use the tokenizer it was recorded with"
+                )
+        self.encoder = encoder
 
     def fingerprint(self, parts: Mapping[str, Any], messages: Messages, agent: str | None = None) -> Conversation:
         """Fingerprint a conversation; what the agent asked before is not digested again.
@@ -241,6 +234,7 @@ class Trajectory:
         reasoning_open: bool = False,
         constrained: bool = False,
         images: ImageInputs | None = None,
+        encoder: Encoder | None = None,
     ) -> Turn:
         """Record a call that is about to be made, with its prompt.
 
@@ -255,16 +249,22 @@ class Trajectory:
             reasoning_open: Whether the prompt ends inside reasoning.
             constrained: Whether a grammar constrains the sampling.
             images: The images of the prompt.
+            encoder: Encodes and decodes this call and the next ones; None if that is unknown.
 
         Returns:
             The new turn.
+
+        Raises:
+            TokenizerMismatchError: An id is other text in the vocabulary of the encoder than in that of earlier calls.
         """
         known = len(conversation.digests) - len(place.new_messages)
         agent = caller.agent
+        ids = array("i", prompt_ids)
         with self._lock:
+            if encoder is not None:
+                self._encode_with(encoder, ids)
             if agent is not None:
                 self._judge_by_call(place, conversation, agent, caller.cycle)
-            ids = array("i", prompt_ids)
             retried = self._retried(conversation.key, agent, caller.cycle)
             resumed = None
             if retried is not None and retried.parent is place.turn:

@@ -31,6 +31,7 @@ from hypothesis import given, strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load, load_file, save, save_file
 from strands import tool
+from strands.types.exceptions import MaxTokensReachedException
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -47,6 +48,7 @@ from strands_sglang import (
     SGLangModel,
     SGLangThrottledError,
     Token,
+    TokenizerMismatchError,
     TokenManager,
     Trajectory,
     TurnStatus,
@@ -59,8 +61,9 @@ from strands_sglang.protocol.generation import Generation, SamplingMask, Version
 from strands_sglang.protocol.wire import EncodedIds
 from strands_sglang.templates.image_tokens import ImageInputs
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
+from strands_sglang.tool_parsers import HermesToolParser
 from strands_sglang.trajectory.storage import TrajectoryFileError
-from support.agents import assistant, call, make_agent, make_tools, user
+from support.agents import LetterTokenizer, assistant, call, make_agent, make_tools, user
 from support.environments import StubEnvironment, lines, tasks
 from support.recorder import Recorder, generation
 
@@ -1076,6 +1079,16 @@ async def test_a_loaded_trajectory_is_extended_like_the_saved_one(rollout, tmp_p
     assert sum(sequence.loss_mask) == sum(len(response.body["output_ids"]) for response in server.responses)
 
 
+def with_another_id(tokenizer, token_id):
+    """A tokenizer in whose vocabulary this id is "!"."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocab, piece = state["model"]["vocab"], tokenizer.convert_ids_to_tokens(token_id)
+    vocab[piece], vocab["!"] = vocab["!"], vocab[piece]
+    other = copy.deepcopy(tokenizer)
+    other._tokenizer = Tokenizer.from_str(json.dumps(state))
+    return other
+
+
 @pytest.mark.parametrize("is_saved", [True, False])
 async def test_a_trajectory_of_another_vocabulary_is_refused(rollout, tmp_path, is_saved):
     server, model = rollout(["One.", "Two."])
@@ -1086,21 +1099,73 @@ async def test_a_trajectory_of_another_vocabulary_is_refused(rollout, tmp_path, 
         recorded.save(tmp_path / "t")
         recorded = Trajectory.load(tmp_path / "t")
     before = recorded.explain()
-    state = json.loads(model.tokenizer.backend_tokenizer.to_str())
-    vocab = state["model"]["vocab"]
-    piece = model.tokenizer.convert_ids_to_tokens(recorded.turns[0].output_ids[0])
-    vocab[piece], vocab["!"] = vocab["!"], vocab[piece]
-    tokenizer = copy.deepcopy(model.tokenizer)
-    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer = with_another_id(model.tokenizer, recorded.turns[0].output_ids[0])
     other = SGLangModel(tokenizer=tokenizer, client=server.client())
     other.trajectory = recorded
-    with pytest.raises(ValueError, match="recorded with another vocabulary: its id .* use the tokenizer it was"):
+    with pytest.raises(TokenizerMismatchError, match="recorded with another vocabulary: its id .* use the tokenizer"):
         await make_agent(other, messages=agent.messages).invoke_async("b")
     assert recorded.explain() == before
     assert len(server.requests) == 1
     model.trajectory = recorded  # its own model continues it
     await agent.invoke_async("b")
     assert len(recorded.sequences()) == 1
+
+
+@pytest.mark.parametrize("differs_in", ["first question", "second question"])
+async def test_of_two_first_calls_with_different_vocabularies_the_second_is_refused(chatml_tokenizer, differs_in):
+    """The first call is made while the second one is about to ask."""
+    meanwhile = []
+
+    class Parser(HermesToolParser):
+        def __getattribute__(self, name):
+            if name == "think_start_token" and meanwhile:
+                thread = threading.Thread(target=meanwhile.pop())
+                thread.start()
+                thread.join()
+            return super().__getattribute__(name)
+
+    (first_id, *_), (second_id, *_) = (chatml_tokenizer.encode(text) for text in ("first", "second"))
+    assert first_id != second_id
+    tokenizer = with_another_id(chatml_tokenizer, first_id if differs_in == "first question" else second_id)
+    servers = [ScriptedSGLang(one, ["x", "y"]) for one in (chatml_tokenizer, tokenizer)]
+    first = SGLangModel(tokenizer=chatml_tokenizer, client=servers[0].client())
+    second = SGLangModel(tokenizer=tokenizer, client=servers[1].client(), tool_parser=Parser())
+    first.trajectory = second.trajectory
+    meanwhile.append(lambda: make_agent(first)("first"))
+    with pytest.raises(TokenizerMismatchError, match="recorded with another vocabulary"):
+        await make_agent(second).invoke_async("second")
+    assert [len(server.requests) for server in servers] == [1, 0]
+    (turn,) = second.trajectory.turns
+    assert turn.token_ids() == servers[0].requests[0].input_ids + servers[0].responses[0].body["output_ids"]
+
+
+async def test_a_tokenizer_in_python_refuses_a_trajectory_with_ids_that_it_lacks(rollout):
+    server, model = rollout(["One.", "Two."])
+    agent = make_agent(model)
+    await agent.invoke_async("a")
+    other = SGLangModel(tokenizer=LetterTokenizer(), client=server.client())
+    other.trajectory = model.trajectory
+    with pytest.raises(TokenizerMismatchError, match="recorded with another vocabulary"):
+        await make_agent(other, messages=agent.messages).invoke_async("b")
+    assert len(server.requests) == 1
+
+
+async def test_an_id_that_a_tokenizer_in_python_lacks_is_recorded_and_saved(tmp_path):
+    class Servers(LetterTokenizer):
+        def _convert_id_to_token(self, index):
+            return self.letters[index] if index < len(self.letters) else ""
+
+    tokenizer = LetterTokenizer()
+    padding = len(tokenizer) + 5
+    answer = ScriptedAnswer(token_ids=[*tokenizer.encode("ab"), padding], finish_reason="length")
+    server = ScriptedSGLang(Servers(), [answer], vocab_size=padding + 1)
+    model = SGLangModel(tokenizer=tokenizer, client=server.client(), sampling_params={"max_new_tokens": 3})
+    with pytest.raises(MaxTokensReachedException):
+        await make_agent(model).invoke_async("q")
+    model.trajectory.save(tmp_path / "t")
+    loaded = Trajectory.load(tmp_path / "t")
+    assert (loaded.turns[0].output_ids[-1], loaded.turns[0].text) == (padding, "ab")
+    assert loaded.pieces[padding] == b""
 
 
 async def test_the_file_can_be_read_without_this_library(recorded, tmp_path):
