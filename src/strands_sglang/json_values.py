@@ -37,7 +37,7 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
         return _text(value, where)
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
-            raise ValueError(f"{where} is {value}, which does not fit into 64 bits")
+            raise ValueError(f"{where} is an integer that does not fit into 64 bits")
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -60,7 +60,7 @@ def dumps(value: Any, **options: Any) -> str:
 
 def _long_as_text(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _long_as_text(entry) for key, entry in value.items()}
+        return {_long_as_text(key): _long_as_text(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_long_as_text(entry) for entry in value]
     return f"{Decimal(value):f}" if isinstance(value, int) and value.bit_length() > 2_000 else value

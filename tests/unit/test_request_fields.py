@@ -307,6 +307,7 @@ def test_numpy_and_torch_values_become_python_values(given, expected):
         ({None: 1}, "the key None"),
         ({True: 1}, "the key True"),
         (2**64, "64 bits"),
+        ([10**5000], r"x\[0\] is an integer"),
         ("\ud800", "not Unicode text"),
         ({"\ud800": 1}, "a key of x"),
     ],

@@ -36,6 +36,7 @@ from ..exceptions import (
     SGLangDecodingError,
     SGLangThrottledError,
 )
+from ..json_values import plain
 from ..messages import (
     INVALID_NAME,
     NO_SYSTEM_PROMPT,
@@ -92,6 +93,25 @@ class RequestPlan:
         """Whether the answer has reached its maximum length."""
         budget = self.sampling_params.get("max_new_tokens")
         return budget is not None and self.sampled >= budget
+
+
+def _checked_plan(planned: Any) -> RequestPlan:
+    """Return what a trainer's hook planned, with sampling parameters that can be sent and saved.
+
+    Raises:
+        TypeError: It is no plan.
+        ValueError: A parameter cannot be sent.
+    """
+    if not isinstance(planned, RequestPlan) or not isinstance(planned.sampling_params, Mapping):
+        raise TypeError(f"on_request returned {planned!r}: return a RequestPlan, or raise to send nothing")
+    sampling_params = plain(planned.sampling_params, "on_request's sampling_params")
+    budget = sampling_params.get("max_new_tokens")
+    if budget is not None and not is_whole(budget, at_least=1):
+        raise ValueError(
+            f"on_request returned a plan with max_new_tokens={budget!r}: it must be a whole number of at least 1 or "
+            "None; raise to send nothing"
+        )
+    return replace(planned, sampling_params=sampling_params, clamped=bool(planned.clamped))
 
 
 OnRequest = Callable[[Turn, RequestPlan], RequestPlan]
@@ -334,8 +354,8 @@ class ModelCall:
                 f"the prompt has {prompt_tokens} tokens and the model's context {limit}: an answer of at least {least} "
                 "tokens (min_new_tokens) does not fit"
             )
-        if config.random_seeds:
-            sampling_params.setdefault("sampling_seed", secrets.randbits(31))
+        if config.random_seeds and sampling_params.get("sampling_seed") is None:
+            sampling_params["sampling_seed"] = secrets.randbits(31)
         limits = [limit for limit in (asked, room) if limit is not None]
         if limits:
             sampling_params["max_new_tokens"] = min(limits)
@@ -350,16 +370,7 @@ class ModelCall:
         plan = RequestPlan(sampling_params, fields, clamped, sampled)
         try:
             if self.on_request is not None and not plan.has_no_budget_left:
-                planned = self.on_request(turn, plan)
-                if not isinstance(planned, RequestPlan):
-                    raise TypeError(f"on_request returned {planned!r}: return a RequestPlan, or raise to send nothing")
-                plan = planned
-                budget = plan.sampling_params.get("max_new_tokens")
-                if not is_whole(budget, at_least=1) and budget is not None:
-                    raise ValueError(
-                        f"on_request returned a plan with max_new_tokens={budget!r}: it must be a whole number of at "
-                        "least 1 or None; raise to send nothing"
-                    )
+                plan = _checked_plan(self.on_request(turn, plan))
         finally:
             turn.sampling_params, turn.clamped = plan.sampling_params, plan.clamped
             turn.request_fields = config.recorded_request_fields

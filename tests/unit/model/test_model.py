@@ -5,6 +5,7 @@ import base64
 import copy
 import gc
 import json
+import math
 import pathlib
 import threading
 import weakref
@@ -1261,6 +1262,9 @@ async def test_no_value_in_an_answer_is_another_error_or_an_unreadable_file(chat
             )
             for most in (0, -1, "5", True)
         ),
+        (lambda plan: replace(plan, sampling_params=None), (TypeError, "on_request returned RequestPlan.*None")),
+        (lambda plan: replace(plan, sampling_params={"stop": {"x"}}), (ValueError, r"sampling_params\['stop'\] is")),
+        (lambda plan: replace(plan, sampling_params={"top_p": math.nan}), (ValueError, r"\['top_p'\] is nan")),
     ],
 )
 async def test_a_plan_that_cannot_be_sent_is_named(rollout, planned, error):
@@ -1272,6 +1276,17 @@ async def test_a_plan_that_cannot_be_sent_is_named(rollout, planned, error):
             pass
     assert server.requests == []
     assert statuses(model.trajectory) == ["failed"]
+
+
+async def test_a_plan_of_numpy_values_is_sent_and_saved(rollout):
+    np = pytest.importorskip("numpy")
+    server, model = rollout(["a"])
+    params = {"temperature": np.float32(0.5), "max_new_tokens": np.int64(7)}
+    model.on_request = lambda turn, plan: replace(plan, sampling_params=params, clamped=np.bool_(True))
+    await make_agent(model).invoke_async("q")
+    (turn,) = Trajectory.from_bytes(model.trajectory.to_bytes()).turns
+    assert turn.sampling_params == server.requests[0].sampling_params == {"temperature": 0.5, "max_new_tokens": 7}
+    assert turn.clamped is True
 
 
 async def test_each_request_has_a_seed_of_its_own_on_demand(rollout):
@@ -1806,6 +1821,20 @@ async def test_a_constrained_answer_starts_over(resuming):
     events = [event async for event in model.structured_output(Sum, [{"role": "user", "content": [{"text": "2+2?"}]}])]
     assert events[-1]["output"] == Sum(total=4)
     assert sent(server)[0] == sent(server)[1]
+
+
+@pytest.mark.parametrize("given", [{}, {"sampling_seed": None}])
+async def test_a_random_seed_goes_with_every_kind_of_request(resuming, given):
+    answers = [aborted("The "), aborted(""), "end.", '{"total": 4}', call(expression="1"), "a", "b"]
+    server, model = resuming(answers, random_seeds=True, sampling_params=given)
+    await make_agent(model).invoke_async("resumed twice")
+    assert [event async for event in model.structured_output(Sum, [user("structured")])]
+    await ask(model, [user("forced")], tool_choice={"any": {}})
+    for _ in "ab":
+        await ask(model, [user("siblings")])
+    seeds = [request.sampling_params["sampling_seed"] for request in server.requests]
+    assert len(set(seeds)) == len(answers)
+    assert all(type(seed) is int for seed in seeds)
 
 
 async def test_a_server_that_only_aborts_is_given_up_in_the_end(resuming):
