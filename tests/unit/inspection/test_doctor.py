@@ -900,14 +900,23 @@ def test_siblings_that_one_seed_made_equal_are_named(chatml_tokenizer, tmp_path,
     assert all("tokens are those of episode a: " in one.why for one in found)
 
 
-@pytest.mark.parametrize(("usual", "kinds"), [(0.0, []), (-1.5, ["logprobs"])])
-def test_a_policy_without_entropy_is_not_accused(chatml_tokenizer, tmp_path, usual, kinds):
+@pytest.mark.parametrize(
+    ("params", "suspicious", "usual", "kinds"),
+    [
+        ({}, 0.0, 0.0, []),
+        ({}, 0.0, -1.5, ["logprobs"]),
+        ({"temperature": 0}, 0.0, -1.5, []),
+        ({"temperature": 0.1}, 0.0, -1.5, []),
+        ({"temperature": 0}, -1.0, -1.5, ["logprobs"]),
+    ],
+)
+def test_a_policy_without_entropy_is_not_accused(chatml_tokenizer, tmp_path, params, suspicious, usual, kinds):
     """Tokens that are always certain are no fault; certain ones where no others are, are one."""
     ids = chatml_tokenizer.encode("one and the same answer to all of it", add_special_tokens=False)
-    limit = {"max_new_tokens": len(ids)}
-    for number, logprob in enumerate((0.0, usual)):
+    limit = {**params, "max_new_tokens": len(ids)}
+    for number, logprob in enumerate((suspicious, usual)):
         noise = random.Random(number)
-        logprobs = [logprob * (1 + noise.random()) for _ in ids]
+        logprobs = [logprob * (1 + noise.random() * number) for _ in ids]
         server = ScriptedSGLang(
             chatml_tokenizer, [ScriptedAnswer(token_ids=ids, logprobs=logprobs, finish_reason="length")]
         )

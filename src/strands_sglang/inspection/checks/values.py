@@ -130,14 +130,15 @@ def _logprobs(turn: TurnRecord, trained: Any, has_logprobs: bool, group: Group) 
         why = f"the logprob {values[bad[0]]:g} is not the logarithm of a probability"
         yield {"kind": "logprobs", "why": why, "token": int(bad[0]), "count": 1}
     known = values[trained]
-    # Near temperature 0 every sampled token has probability 1.
-    is_cold = 0 < float(turn.facts.get("sampling_params", {}).get("temperature") or 1.0) < 0.5
-    if len(known) < ENOUGH or (known != known[0]).any() or is_cold:
+    if len(known) < ENOUGH or (known != known[0]).any():
         return
+    # Near temperature 0 every sampled token has probability 1.
+    temperature = turn.facts.get("sampling_params", {}).get("temperature")
+    is_cold = temperature is not None and float(temperature) < 0.5
     # The tokens of all other turns tell how often this policy is certain.
     certain, count = group.facts["certain"]
     share = (certain - (values > CERTAIN).sum() + 1) / (count - len(values) + 1)
-    if known[0] < CERTAIN or share ** len(known) < math.exp(CHANCE):
+    if known[0] < CERTAIN or (not is_cold and share ** len(known) < math.exp(CHANCE)):
         why = f"all {len(known)} trained tokens have the logprob {known[0]:g}: no model gave it"
         yield {"kind": "logprobs", "why": why, "token": int(np.flatnonzero(trained)[0]), "count": len(known)}
 
