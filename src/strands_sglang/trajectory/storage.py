@@ -143,59 +143,78 @@ def encode_turns(
         tensors["pieces.bytes"] = np.frombuffer(b"".join(pieces.values()), "uint8")
     described = []
     for position, turn in enumerate(turns):
-        answer, images = turn.generation, turn.images
-        experts = answer.expert_ids() if answer is not None else None
+        experts = None if turn.generation is None else turn.generation.expert_ids()
         if experts is not None:
             tensors[f"routed_experts.{position}"] = np.ascontiguousarray(experts)
-        if images is not None:
-            tensors[f"images.{position}.sent_ids"] = np.asarray(images.sent_ids, dtype="<i4")
-            for i, picture in enumerate(images.pictures):
-                tensors[f"images.{position}.file.{i}"] = np.frombuffer(picture.data, dtype="uint8")
-            for name, values in images.train_inputs.items():
-                if _is_bfloat16(values):
-                    import torch
-
-                    values = values.view(torch.int16)
-                tensors[f"images.{position}.train.{name}"] = np.ascontiguousarray(values)
-        described.append(
-            {
-                **{name: getattr(turn, name) for name in _TURN_FIELDS},
-                "parent": None if turn.parent is None else positions[id(turn.parent)],
-                "status": turn.status.value,
-                "key": turn.key.hex(),
-                "parts": {name: digest.hex() for name, digest in turn.parts.items()},
-                "digests": [digest.hex() for digest in turn.digests],
-                "answer_key": None if turn.answer_key is None else turn.answer_key.hex(),
-                "answer_digest": None if turn.answer_digest is None else turn.answer_digest.hex(),
-                "answer_blocks": [(kind, digest.hex()) for kind, digest in turn.answer_blocks],
-                "cause": turn.failure,
-                "prompt_tokens": len(turn.prompt_ids),
-                "has_prompt_logprobs": turn.prompt_logprobs is not None,
-                "images": None
-                if images is None
-                else [{"format": picture.format, "where": picture.where} for picture in images.pictures],
-                "bfloat16": []
-                if images is None
-                else [name for name, values in images.train_inputs.items() if _is_bfloat16(values)],
-                "answer": None
-                if answer is None
-                else {
-                    **{name: getattr(answer, name) for name in _GENERATION_FIELDS},
-                    "sampled_tokens": len(answer.output_ids),
-                    "text": encoder.decode(answer.output_ids)
-                    if turn.text is None and encoder is not None
-                    else turn.text,
-                    "has_seals": turn.seals is not None,
-                    "has_logprobs": answer.logprobs is not None,
-                    "has_sampling_mask": answer.sampling_mask is not None,
-                    "has_sampling_logprobs": answer.sampling_logprobs is not None,
-                    "is_resumed": turn.waits_to_go_on,
-                },
-            }
-        )
+        if turn.images is not None:
+            tensors.update(_image_tensors(turn.images, f"images.{position}."))
+        parent = None if turn.parent is None else positions[id(turn.parent)]
+        described.append(_describe_turn(turn, parent, encoder))
     content = {"turns": described, **facts}
     tensors["trajectory"] = np.frombuffer(json.dumps(content).encode(), "uint8")
     return bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION, "checksum": _checksum(tensors)}))
+
+
+def _image_tensors(images: ImageInputs, prefix: str) -> dict[str, Any]:
+    import numpy as np
+
+    tensors: dict[str, Any] = {f"{prefix}sent_ids": np.asarray(images.sent_ids, dtype="<i4")}
+    for i, picture in enumerate(images.pictures):
+        tensors[f"{prefix}file.{i}"] = np.frombuffer(picture.data, dtype="uint8")
+    for name, values in images.train_inputs.items():
+        if _is_bfloat16(values):
+            import torch
+
+            values = values.view(torch.int16)
+        tensors[f"{prefix}train.{name}"] = np.ascontiguousarray(values)
+    return tensors
+
+
+def _describe_turn(turn: Turn, parent: int | None, encoder: Encoder | None) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        **{name: getattr(turn, name) for name in _TURN_FIELDS},
+        "parent": parent,
+        "status": turn.status.value,
+        "key": turn.key.hex(),
+        "parts": {name: digest.hex() for name, digest in turn.parts.items()},
+        "digests": [digest.hex() for digest in turn.digests],
+        "answer_key": _to_hex(turn.answer_key),
+        "answer_digest": _to_hex(turn.answer_digest),
+        "answer_blocks": [(kind, digest.hex()) for kind, digest in turn.answer_blocks],
+        "cause": turn.failure,
+        "prompt_tokens": len(turn.prompt_ids),
+        "has_prompt_logprobs": turn.prompt_logprobs is not None,
+        "images": None,
+        "bfloat16": [],
+        "answer": None,
+    }
+    images, answer = turn.images, turn.generation
+    if images is not None:
+        described["images"] = [{"format": picture.format, "where": picture.where} for picture in images.pictures]
+        described["bfloat16"] = [name for name, values in images.train_inputs.items() if _is_bfloat16(values)]
+    if answer is not None:
+        text = turn.text
+        if text is None and encoder is not None:
+            text = encoder.decode(answer.output_ids)
+        described["answer"] = {
+            **{name: getattr(answer, name) for name in _GENERATION_FIELDS},
+            "sampled_tokens": len(answer.output_ids),
+            "text": text,
+            "has_seals": turn.seals is not None,
+            "has_logprobs": answer.logprobs is not None,
+            "has_sampling_mask": answer.sampling_mask is not None,
+            "has_sampling_logprobs": answer.sampling_logprobs is not None,
+            "is_resumed": turn.waits_to_go_on,
+        }
+    return described
+
+
+def _to_hex(digest: bytes | None) -> str | None:
+    return None if digest is None else digest.hex()
+
+
+def _from_hex(digest: str | None) -> bytes | None:
+    return None if digest is None else bytes.fromhex(digest)
 
 
 def _checksum(tensors: Mapping[str, Any], version: str = VERSION) -> str:
@@ -421,8 +440,8 @@ class _Reader:
             prompt_logprobs=self._next("prompt_logprobs", count, is_there=described["has_prompt_logprobs"]),
             status=TurnStatus(described["status"]),
             cause=None if described["cause"] is None else RecordedError(described["cause"]),
-            answer_key=None if described["answer_key"] is None else bytes.fromhex(described["answer_key"]),
-            answer_digest=None if described["answer_digest"] is None else bytes.fromhex(described["answer_digest"]),
+            answer_key=_from_hex(described["answer_key"]),
+            answer_digest=_from_hex(described["answer_digest"]),
             answer_blocks=tuple((kind, bytes.fromhex(digest)) for kind, digest in described["answer_blocks"]),
             images=None if described["images"] is None else self._images(f"images.{position}.", described),
         )
