@@ -5,23 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import anyio
 from strands.hooks import HookProvider
 from strands.hooks.events import AfterToolCallEvent
 from strands.tools.mcp import MCPClient
 
 from ..core import Action, Environment, ModelFactory, RewardFunction, StepResult
 from ..core.environment import TOOL_TIMEOUT_PREFIX
-from ..core.supervision import invoke, maybe_await, run_in_thread
+from ..core.supervision import maybe_await, run_in_thread
 from .backends import BackendError, EndOnBackendErrors
 
 logger = logging.getLogger(__name__)
 
 MAX_RESULT_CHARS = 32_000
+MIN_START_S = 10.0
+"""Least time for a server to start in seconds: on a busy machine, its interpreter alone takes some."""
+_POLL_S = 0.1
 _FAILED = ("Tool execution failed", TOOL_TIMEOUT_PREFIX)
 """Starts of results of calls that no server answered. Strands also uses its own for calls that a server refused."""
 
@@ -71,7 +77,7 @@ class MCPEnvironment(Environment):
         system_prompt: str | None = None,
         *args: Any,
         clients: ClientFactory | MCPClient | Sequence[MCPClient],
-        answer_timeout: float = 10.0,
+        answer_timeout: float = 30.0,
         max_result_chars: int | None = MAX_RESULT_CHARS,
         **kwargs: Any,
     ) -> None:
@@ -84,8 +90,8 @@ class MCPEnvironment(Environment):
             *args: Other positional arguments of `Environment`.
             clients: Function, sync or async, that returns one or several clients for a step; or clients that are
                 already running, for all steps.
-            answer_timeout: Seconds in which a server must list its tools. Servers are asked at the start of a step and
-                after a failed call.
+            answer_timeout: Seconds in which a server must start (10 at least), and in which it must list its tools.
+                Servers are asked at the start of a step and after a failed call.
             max_result_chars: Characters of a tool result that the model sees, 32,000 by default; a note is added to a
                 truncated result. None for no limit.
             **kwargs: Other keyword arguments of `Environment`.
@@ -137,15 +143,44 @@ class MCPEnvironment(Environment):
         self._servers.tools = tools
 
     async def _start(self, client: MCPClient) -> None:
-        servers = self._servers
+        servers, is_over = self._servers, threading.Event()
+        seconds = max(self._answer_timeout, MIN_START_S)
+        connect: Any = client._transport_callable
+
+        # Strands' client waits without limit for a server's first answer, also while it is stopped.
+        @asynccontextmanager
+        async def connect_in_time() -> AsyncGenerator[Any, None]:
+            loop = asyncio.get_running_loop()
+            with anyio.CancelScope() as scope:
+
+                def check() -> None:
+                    if not is_over.is_set():
+                        loop.call_later(_POLL_S, check)
+                    elif client not in servers.own:
+                        scope.cancel()
+
+                check()
+                async with connect() as streams:
+                    yield streams
+            if scope.cancelled_caught:
+                raise BackendError("it was not ready in time (answer_timeout)")
 
         def start() -> None:
-            client.start()
+            client._transport_callable = connect_in_time
+            try:
+                client.start()  # a client that fails to start stops itself
+            finally:
+                client._transport_callable = connect
             servers.own.append(client)
 
+        starting = asyncio.ensure_future(run_in_thread(start))
         try:
-            await invoke(start, grace=None)  # a client cannot be stopped before it has started
-        except Exception as error:  # a client that fails to start stops itself
+            await asyncio.wait({starting}, timeout=seconds)
+        finally:
+            is_over.set()
+            await asyncio.wait({starting})
+            error = starting.exception()
+        if error is not None:
             raise BackendError(f"an MCP server did not start: {error}") from error
 
     def get_tools(self) -> Sequence[Any]:

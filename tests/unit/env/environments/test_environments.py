@@ -26,6 +26,7 @@ from strands_env.environments import (
     PythonEnvironment,
     calculator,
     evaluate,
+    mcp as mcp_environment,
 )
 from strands_env.environments.calculator import as_text
 from strands_env.rewards import ExactMatchReward, MathReward
@@ -293,6 +294,22 @@ async def test_silent_server_does_not_hang_the_step(factory):
     result = await environment.step(task("x"))
     assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
     assert "does not list its tools: it did not answer within 0.5 seconds" in (result.error or "") and servers() == []
+
+
+@pytest.mark.parametrize("episode_timeout", [None, 0.5])
+async def test_server_that_never_answers_ends_with_its_start(factory, monkeypatch, episode_timeout):
+    monkeypatch.setattr(mcp_environment, "MIN_START_S", 0.5)
+    command = StdioServerParameters(command=sys.executable, args=["-S", "-c", "input() and input()", str(SERVER)])
+    client = MCPClient(lambda: stdio_client(command))
+    limits = {"answer_timeout": 0.2 if episode_timeout is None else 60.0, "episode_timeout": episode_timeout}
+    environment = MCPEnvironment(factory("x"), clients=lambda: client, **limits)
+    result = await asyncio.wait_for(environment.step(task("x")), 30)
+    assert result.observation.metrics["model_calls"] == 0 and servers() == []
+    if episode_timeout is None:
+        assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
+        assert "did not start" in result.error and "not ready in time" in result.error
+    else:
+        assert result.termination_reason == TerminationReason.TIMEOUT
 
 
 async def test_long_result_is_truncated_with_a_note(factory):
