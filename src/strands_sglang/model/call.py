@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from strands.types.content import ContentBlock, Message, Messages
 from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
@@ -70,6 +70,11 @@ from .config import ModelConfig, is_whole
 from .server_check import ServerFacts, check_server, known_facts, reserve_last_token
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LONG_BYTES = 100_000
+"""Size of messages, serialized, from which they are encoded in a thread."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +276,7 @@ class ModelCall:
 
     async def _ask(self, tool_choice: Any) -> None:
         """Record the call before its first request."""
-        place, prompt = self._attach()
+        place, prompt = await self._attach()
         prompt_ids, images = prompt.token_ids, None
         if self.images is not None and prompt.pictures:
             await self._cancellation.finish(require_image_understanding(self.client, prompt.pictures[0]))
@@ -515,16 +520,18 @@ class ModelCall:
 
     # --- prompts ---
 
-    def _attach(self) -> tuple[Place, Prompt]:
+    async def _attach(self) -> tuple[Place, Prompt]:
         """Find where the call belongs, and render the prompt tokens that it adds there.
 
         Raises:
             UnsupportedContentError: A message holds content that cannot be rendered.
             ChatTemplateError: The template refuses the whole conversation.
         """
-        messages = self.chat.messages
-        place = self.trajectory.attach(self.chat.conversation, messages, self.caller)
-        turn = place.turn
+        place = self.trajectory.attach(self.chat.conversation, self.chat.messages, self.caller)
+        return await encoded(place.new_messages, lambda: self._render(place))
+
+    def _render(self, place: Place) -> tuple[Place, Prompt]:
+        messages, turn = self.chat.messages, place.turn
         if turn is None:
             return place, self._opening()
         try:
@@ -548,7 +555,7 @@ class ModelCall:
             ChatTemplateError: The template refuses the messages.
             UnprovenContinuationError: The messages are a part, and what follows their turn cannot be derived.
         """
-        counted, prompt = self._counted_prompt()
+        counted, prompt = await encoded(self.chat.messages, self._counted_prompt)
         if prompt is None:
             return counted
         if not prompt.pictures or self.images is None:
@@ -719,6 +726,21 @@ class ModelCall:
             images=self.images is not None,
             **context,
         )
+
+
+async def encoded(messages: Messages, encode: Callable[[], T]) -> T:
+    """Call a function that encodes messages: in a thread if they are long, so that the event loop runs on.
+
+    A tokenizer in Rust does not hold the interpreter's lock, and takes seconds for some megabytes.
+
+    Args:
+        messages: The messages.
+        encode: Renders and encodes them.
+    """
+    data = exact_bytes([message["content"] for message in messages])
+    if data is None or len(data) < LONG_BYTES:
+        return encode()
+    return await asyncio.to_thread(encode)
 
 
 def _count_calls(messages: Messages) -> int:

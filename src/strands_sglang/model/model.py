@@ -60,7 +60,7 @@ from ..trajectory.episodes import (
 )
 from ..trajectory.tokens import TokenManager
 from ..trajectory.trajectory import OUTSIDE, Trajectory
-from .call import ChatRequest, ModelCall, OnRequest, stop_reason, stream_events
+from .call import ChatRequest, ModelCall, OnRequest, encoded, stop_reason, stream_events
 from .config import ModelConfig, check_keys
 from .server_check import check_server, known_facts
 
@@ -474,7 +474,7 @@ class SGLangModel(Model):
         except Exception as error:
             logger.debug("error=<%s> | counting plain text", error)
             texts = [system or "", *(text for message in messages for text in plain_texts(message["content"]))]
-            return sum(len(self.chat_template.encode(text)) for text in texts)
+            return await encoded(messages, lambda: sum(len(self.chat_template.encode(text)) for text in texts))
 
     # --- calls ---
 

@@ -54,6 +54,7 @@ from strands_sglang.model.call import check_answer
 from strands_sglang.model.config import ModelConfig
 from strands_sglang.protocol.generation import Generation, to_json
 from strands_sglang.templates.chat_template import ChatTemplateError
+from strands_sglang.templates.encoder import Encoder
 from strands_sglang.testing import (
     ScriptedAnswer,
     ScriptedExperts,
@@ -884,6 +885,37 @@ def test_the_synchronous_agent_works_twice_in_a_row(rollout):
         agent = make_agent(model)
         assert str(agent("a")).strip() == "One."
         assert str(agent("b")).strip() == "Two."
+    assert_exact(server, model)
+
+
+async def test_long_messages_are_encoded_beside_the_event_loop(rollout, monkeypatch):
+    encode, began, loop_runs = Encoder.encode, threading.Event(), threading.Event()
+    waited = []
+
+    def slow(self, text, **options):
+        if len(text) > 100_000:
+            began.set()
+            waited.append(loop_runs.wait(2))
+        return encode(self, text, **options)
+
+    async def run_beside():
+        while not began.is_set():
+            await asyncio.sleep(0.001)
+        loop_runs.set()
+
+    monkeypatch.setattr(Encoder, "encode", slow)
+
+    @tool
+    def calculator(expression: str) -> str:
+        """Return a long text."""
+        return "x y " * 30_000
+
+    server, model = rollout([call(expression="1"), "Done."], server={"context_length": 1_000_000})
+    beside = asyncio.ensure_future(run_beside())
+    await make_agent(model, [calculator]).invoke_async("Compute.")
+    await beside
+    assert waited and all(waited)
+    assert len(model.trajectory.sequences()) == 1
     assert_exact(server, model)
 
 
