@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 import httpx
 
+from ..terminal import without_credentials
 from .aborts import ABORT_TIMEOUT_S, Aborter
 from .balancer import Server
 from .cancellation import consume
@@ -137,15 +138,24 @@ class LoopSession:
         workers: Workers of the routers among the servers.
     """
 
-    def __init__(self, http: httpx.AsyncClient, own: AiohttpTransport | None, *, max_connections: int) -> None:
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        own: AiohttpTransport | None,
+        credentials: dict[str, httpx.BasicAuth],
+        *,
+        max_connections: int,
+    ) -> None:
         """Wrap an HTTP client of the running loop.
 
         Args:
             http: Client whose own connection limit leaves room for `max_connections` and some aborts.
             own: Its transport, if no other one was asked for.
+            credentials: The credentials that the client sends, by address.
             max_connections: Maximum number of concurrent generations; further ones wait.
         """
         self.http = http
+        self._credentials = credentials
         self._heads: dict[str, Head] = {}
         self.turnstile = Turnstile()
         self.slots = asyncio.Semaphore(max_connections)
@@ -158,6 +168,11 @@ class LoopSession:
         self.workers = Workers(self)
         self._aborter = Aborter(self)
         self._tasks: dict[Any, asyncio.Task[Any]] = {}
+
+    def keep_credentials(self, addresses: Iterable[str]) -> tuple[str, ...]:
+        """Send the credentials in some addresses with requests to them; return the addresses without credentials."""
+        self._credentials.update(credentials_of(addresses))
+        return tuple(map(without_credentials, addresses))
 
     async def request(self, method: str, url: str, content: bytes | None, *, timeout: float) -> httpx.Response:
         """Send one request and read the whole response.
@@ -334,16 +349,17 @@ def connect(
         transport: Transport = (own := AiohttpTransport(https=https, connect_timeout=connect_timeout))
     else:
         transport = SharedTransport(source) if isinstance(source, Transport) else source()
+    known = dict(credentials)  # to which those of workers are added
     # httpx only limits the time to connect; the waiting side times the attempt as a whole.
     http = httpx.AsyncClient(
         transport=transport,
         headers=headers,
-        auth=partial(_authorized, credentials) if credentials else None,
+        auth=partial(_authorized, known),
         trust_env=False,
         timeout=httpx.Timeout(None, connect=connect_timeout),
         limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S),
     )
-    return LoopSession(http, own, max_connections=max_connections)
+    return LoopSession(http, own, known, max_connections=max_connections)
 
 
 def credentials_of(addresses: Iterable[str]) -> dict[str, httpx.BasicAuth]:
@@ -354,10 +370,7 @@ def credentials_of(addresses: Iterable[str]) -> dict[str, httpx.BasicAuth]:
 
 def _authorized(credentials: Mapping[str, httpx.BasicAuth], request: httpx.Request) -> httpx.Request:
     """Add the credentials for its server to a request."""
-    url = request.url
-    known = [auth for base_url, auth in credentials.items() if str(url).startswith(f"{base_url}/")]
-    if not known and url.userinfo:  # a worker, as its router names it
-        known = [httpx.BasicAuth(url.username, url.password)]
+    known = [auth for base_url, auth in credentials.items() if str(request.url).startswith(f"{base_url}/")]
     return next(known[-1].auth_flow(request)) if known else request
 
 

@@ -10,8 +10,10 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import orjson
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class Workers:
                 logger.debug("base_url=<%s>, error=<%r> | could not ask the router for its workers", base_url, error)
                 return ()
             if workers:
+                workers = self._session.keep_credentials(workers)  # addresses are in logs and reports
                 self._lists[base_url] = (time.monotonic() + WORKERS_CACHED_S, workers)
                 return workers
         return ()
@@ -67,7 +70,7 @@ def worker_urls(listed: Any) -> tuple[str, ...]:
     """Return the addresses in a router's list: `{"workers": [{"url"}, ...]}`, `{"urls": [...]}` or a plain list.
 
     With data parallelism a router lists a worker once per rank, as `http://host:port@rank`. Workers without HTTP are
-    left out.
+    left out, and so are invalid addresses.
 
     Args:
         listed: Decoded JSON of the response.
@@ -79,6 +82,7 @@ def worker_urls(listed: Any) -> tuple[str, ...]:
         if isinstance(url, str) and url:
             url = re.sub(r"@\d+$", "", url).rstrip("/")
             url = url if "://" in url else f"http://{url}"
-            if url.startswith(("http://", "https://")):
-                urls[url] = None
+            with suppress(httpx.InvalidURL):
+                if httpx.URL(url).scheme in ("http", "https"):
+                    urls[url] = None
     return tuple(urls)

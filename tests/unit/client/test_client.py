@@ -1913,6 +1913,27 @@ async def test_credentials_in_an_address_go_to_its_server_only(caplog):
     assert [*map(str, pickle.loads(pickle.dumps(SGLangClient(addresses)))._addresses)] == addresses
 
 
+async def test_credentials_of_a_worker_are_sent_to_it_and_shown_nowhere(caplog):
+    caplog.set_level(logging.DEBUG)
+    seen = []
+
+    def respond(request):
+        if request.url.host == "router":
+            listed = {"urls": ["http://me:secret@W:1@0", "http://me:secret@w:1@1", "http://me:a/secret@w", "http://x"]}
+            return httpx.Response(200, json=listed) if request.url.path == "/list_workers" else httpx.Response(404)
+        seen.append((request.url.host, request.url.path, request.headers.get("authorization")))
+        return httpx.Response(200, json={"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.5}]})
+
+    client = SGLangClient("http://router", transport=httpx.MockTransport(respond))
+    loads = await client.loads()
+    await client.abort("a")
+    sent = "Basic bWU6c2VjcmV0"
+    assert set(seen) == {
+        (host, path, auth) for host, auth in (("w", sent), ("x", None)) for path in ("/v1/loads", "/abort_request")
+    }
+    assert "secret" not in repr(loads) + caplog.text and len(loads) > 1
+
+
 @pytest.mark.parametrize(
     "address",
     [
