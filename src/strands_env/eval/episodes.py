@@ -162,9 +162,14 @@ class Episodes:
         identity = own() if callable(own) else describe(env)
         ask = getattr(getattr(env, "model_factory", None), "served", None)
         if ask is not None:
-            if ask not in self._served:
-                self._served[ask] = asyncio.ensure_future(_served_weights(ask))  # asked once per run
-            identity = {**identity, "served": await asyncio.shield(self._served[ask])}
+            asked = self._served.get(ask)
+            if asked is None or asked.done() and asked.exception() is not None:
+                asked = self._served[ask] = asyncio.ensure_future(ask())  # asked until it answers once
+            try:
+                identity = {**identity, "served": await asyncio.shield(asked)}
+            except SGLangClientError as error:
+                logger.warning("error=<%s> | the server does not report which weights it serves", error)
+                identity = {**identity, "served": {}}
         return identity
 
 
@@ -186,14 +191,6 @@ async def until_done(future: asyncio.Future[Any], cancel: Callable[[], Any]) -> 
             cancelled = error
     if cancelled is not None:
         raise cancelled
-
-
-async def _served_weights(ask: Callable[[], Awaitable[dict[str, str]]]) -> dict[str, str]:
-    try:
-        return await ask()
-    except SGLangClientError as error:
-        logger.warning("error=<%s> | the server does not report which weights it serves", error)
-        return {}
 
 
 def failed(error: BaseException) -> StepResult:

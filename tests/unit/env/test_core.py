@@ -59,7 +59,7 @@ from strands_env.eval import CheckpointError, Evaluator
 from strands_env.rewards import AllOf, ExactMatchReward, RegexReward, WeightedSum, WorkerLimits
 from strands_env.sandbox import PythonSandbox
 from strands_env.utils import clear_clients, get_cached_client, get_cached_client_from_slime_args
-from strands_sglang import OUTCOMES, RewardRule, SGLangClient, SGLangModel
+from strands_sglang import OUTCOMES, RewardRule, SGLangClient, SGLangConnectionError, SGLangModel
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
 from support.agents import Gate, ScriptedModel, advance, call, idle_for, tool_use
 from support.environments import (
@@ -1510,6 +1510,30 @@ async def test_results_of_other_weights_are_refused(tmp_path, chatml_tokenizer, 
     setattr(other, changed, "another")
     with pytest.raises(CheckpointError, match=f"served.{changed} was .* and is 'another'"):
         await run(factory(other), tmp_path, 3)
+
+
+async def test_weights_are_asked_for_until_the_server_answers(tmp_path, chatml_tokenizer):
+    server = ScriptedSGLang(chatml_tokenizer, lambda request: "4")
+    made = sglang_model_factory(tokenizer=chatml_tokenizer, client=server.client())
+    answer, asked = made.served, []
+
+    async def served():
+        asked.append(1)
+        if len(asked) == 1:
+            raise SGLangConnectionError("down")
+        return await answer()
+
+    made.served = served
+    evaluator = Evaluator(
+        lambda action: CalculatorEnvironment(made, Strict()),
+        max_concurrency=1,
+        output_path=tmp_path,
+        show_progress=False,
+    )
+    results = await evaluator.run(tasks(3))
+    found = [sample.environment["served"] for samples in results.values() for sample in samples]
+    assert len(asked) == 2
+    assert sorted(map(bool, found)) == [False, True, True]
 
 
 def test_identity_has_the_models_parameters(chatml_tokenizer):
