@@ -29,6 +29,7 @@ import functools
 import json
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -418,11 +419,14 @@ def _interpreter(python: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _folder(mode: Mode) -> Iterator[str | None]:
-    """Make a folder for modes that have none in memory, and remove it at the end."""
+    """Name a folder for modes that have none in memory, and remove it at the end.
+
+    The launcher makes it: it also removes it if this process is killed.
+    """
     if mode == "namespaces":
         yield None
         return
-    folder = tempfile.mkdtemp(prefix="strands-env-sandbox-")
+    folder = os.path.join(tempfile.gettempdir(), f"strands-env-sandbox-{secrets.token_hex(8)}")
     try:
         yield folder
     finally:

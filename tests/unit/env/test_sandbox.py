@@ -1022,6 +1022,18 @@ async def test_a_process_that_cannot_start_is_an_error(mode, monkeypatch):
         await sandbox.run("print(1)")
 
 
+async def test_no_folder_exists_before_the_process_that_removes_it(mode, folders, monkeypatch):
+    start, seen = asyncio.create_subprocess_exec, []
+
+    async def spy(*args, **kwargs):
+        seen.append(os.listdir(folders))
+        return await start(*args, **kwargs)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spy)
+    assert (await sandbox_in(mode).run("print(7)")).output == "7\n"
+    assert seen == [[]]
+
+
 async def test_a_program_is_told_to_have_started_when_it_has_its_place():
     events = []
     sandbox = PythonSandbox(SMALL, unsafe=True, max_concurrency=1)

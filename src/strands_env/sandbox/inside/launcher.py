@@ -47,6 +47,8 @@ def main() -> NoReturn:
     if os.getppid() != config["parent"]:
         os._exit(1)
     try:
+        if config["folder"] is not None:
+            os.mkdir(config["folder"], 0o700)
         run = {"namespaces": _in_namespaces, "uid": _as_other_user, "unsafe": _unsafe}[config["mode"]]
         run(config)
     except OSError as error:
