@@ -58,6 +58,7 @@ from .supervision import (
     RECANCEL_AFTER,
     Supervisor,
     as_exception,
+    expendable,
     invoke,
     maybe_await,
     run_in_thread,
@@ -622,7 +623,7 @@ class Environment(Identified):
         try:
             is_default = getattr(self.compute_metrics, "__func__", None) is Environment.compute_metrics
             # The default needs no thread.
-            computing = asyncio.sleep(0, {}) if is_default else invoke(self.compute_metrics, observation)
+            computing = asyncio.sleep(0, {}) if is_default else expendable(invoke, self.compute_metrics, observation)
             more = await supervisor.within(self.reward_timeout, computing, what="compute_metrics")
             observation.metrics.update(more)  # which the environment may have replaced meanwhile
         except BaseException as error:
@@ -730,7 +731,7 @@ async def _add_reward(
     began = time.monotonic()
     try:
         result.reward = await supervisor.within(
-            timeout, call_reward(reward_fn, action, result), what="the reward function"
+            timeout, expendable(call_reward, reward_fn, action, result), what="the reward function"
         )
     except BaseException as error:
         if isinstance(_end_of(error, supervisor), asyncio.CancelledError):

@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -307,6 +307,37 @@ async def invoke(function: Callable[..., Any], /, *args: Any, grace: float | Non
         running.cancel()
         raise
     return await maybe_await(value)
+
+
+async def expendable(function: Callable[..., Coroutine[Any, Any, T]], /, *args: Any) -> T:
+    """Await an async function whose caller need not wait for it: one that ignores its cancellation is ended.
+
+    Args:
+        function: Function to call, in its own task.
+        *args: Positional arguments.
+    """
+
+    async def contained() -> T:
+        try:
+            return await function(*args)
+        except (SystemExit, GeneratorExit) as error:  # they would end the event loop
+            raise as_exception(error) from error
+
+    work = contained()
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.cancel()
+        try:
+            await asyncio.wait({task}, timeout=RECANCEL_AFTER)
+        finally:
+            if not task.done():
+                logger.warning("%s was cancelled but did not end, and is abandoned", function.__name__)
+                with suppress(RuntimeError):  # it ignores this, too
+                    work.close()
+                task.cancel()  # wake the task, which finds its coroutine closed
+        raise
 
 
 async def maybe_await(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import base64
+import contextlib
 import functools
 import inspect
 import json
@@ -1224,6 +1225,34 @@ def test_process_does_not_wait_for_hanging_tools():
     assert ran.stdout == "task_complete\n", ran
 
 
+@pytest.mark.parametrize("what", ["reward", "metrics"])
+async def test_what_ignores_its_cancellation_after_the_episode_is_ended(monkeypatch, what):
+    monkeypatch.setattr("strands_env.core.supervision.RECANCEL_AFTER", 0.01)
+    ended = []
+
+    async def ignore(*args, **kwargs):
+        try:
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+        finally:
+            ended.append(what)
+
+    class Stubborn(RewardFunction):
+        async def compute(self, **kwargs):
+            return 1.0 if what == "metrics" else await ignore()
+
+    environment = Environment(lambda: ScriptedModel(["4"]), Stubborn(), reward_timeout=0.01)
+    if what == "metrics":
+        environment.compute_metrics = ignore
+    before = asyncio.all_tasks()
+    result = await asyncio.wait_for(environment.step(tasks(1)[0]), 10)
+    assert ended == [what] and "longer than 0.01 seconds" in result.error
+    assert (result.reward is None) == (what == "reward")
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() - before == set()
+
+
 async def test_cleanup_that_ignores_cancellation_is_abandoned(monkeypatch):
     # The step waited forever.
     monkeypatch.setattr("strands_env.core.supervision.ABANDON_AFTER", 0.05)
@@ -1510,6 +1539,23 @@ async def test_results_of_other_weights_are_refused(tmp_path, chatml_tokenizer, 
     setattr(other, changed, "another")
     with pytest.raises(CheckpointError, match=f"served.{changed} was .* and is 'another'"):
         await run(factory(other), tmp_path, 3)
+
+
+async def test_what_a_killed_writer_left_is_removed(tmp_path, chatml_tokenizer):
+    made = sglang_model_factory(
+        tokenizer=chatml_tokenizer, client=ScriptedSGLang(chatml_tokenizer, lambda request: "4").client()
+    )
+    folder = tmp_path / "results.trajectories"
+    folder.mkdir()
+    (folder / ".t0.safetensors.0123456789abcdef").write_bytes(b"half")
+    evaluator = Evaluator(
+        lambda action: CalculatorEnvironment(made, Strict()),
+        keep_trajectories=True,
+        output_path=tmp_path,
+        show_progress=False,
+    )
+    await evaluator.run(tasks(1))
+    assert [path.name[0] == "." for path in folder.iterdir()] == [False]
 
 
 async def test_weights_are_asked_for_until_the_server_answers(tmp_path, chatml_tokenizer):
