@@ -372,6 +372,8 @@ class Storage:
         with contextlib.ExitStack() as undo:
             self._lock = lock_file(side_file(self.path, ".lock"))
             undo.callback(self._lock.release)
+            for left in side_file(self.path, ".trajectories").glob(".*.safetensors.*"):
+                left.unlink()  # of a process that was killed while it wrote
             _, first = next(read_records(self.path), (None, None)) if self.path.exists() else (None, None)
             if first is not None and first.get("config") != self._config_digest:
                 what = f": {_difference(read_run(self.path).facts, run.facts)}" if run_file.exists() else ""
