@@ -898,7 +898,7 @@ async def test_long_messages_are_encoded_beside_the_event_loop(rollout, monkeypa
             waited.append(loop_runs.wait(2))
         return encode(self, text, **options)
 
-    async def run_beside():
+    async def run_the_loop():
         while not began.is_set():
             await asyncio.sleep(0.001)
         loop_runs.set()
@@ -911,9 +911,9 @@ async def test_long_messages_are_encoded_beside_the_event_loop(rollout, monkeypa
         return "x y " * 30_000
 
     server, model = rollout([call(expression="1"), "Done."], server={"context_length": 1_000_000})
-    beside = asyncio.ensure_future(run_beside())
+    running = asyncio.ensure_future(run_the_loop())
     await make_agent(model, [calculator]).invoke_async("Compute.")
-    await beside
+    await running
     assert waited and all(waited)
     assert len(model.trajectory.sequences()) == 1
     assert_exact(server, model)
