@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 INPUTS = pyproject.toml $(CONSTRAINTS)
 
-.PHONY: help demo rl-demo test test-unit test-property test-families test-integration test-strands test-trainers test-docs test-lowest lint docs screenshots bench bench-full clean
+.PHONY: help demo rl-demo test test-unit test-property test-families test-integration test-strands test-trainers test-docs test-lowest lint docs screenshots storm bench bench-full clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -25,6 +25,7 @@ help:
 	@echo "make lint              ruff, mypy, the import contracts, spelling and style of the prose"
 	@echo "make docs              the documentation site, into docs/_site; a broken link or reference is an error"
 	@echo "make screenshots       the screenshots of the guides"
+	@echo "make storm             200 evaluations on a Ray cluster whose actors and nodes are killed (an hour on two busy cores)"
 	@echo "make bench             what requests and agents cost, against other clients (five minutes); bench-full: everything"
 	@echo "make clean             remove .venv and what tools left in the clone"
 
@@ -88,6 +89,10 @@ docs: $(VENV)/.installed-dev
 
 screenshots: $(VENV)/.installed-dev
 	@$(BIN)/python tests/docs/screenshots.py
+
+# Options as in `make storm ARGS="--evaluations 20 --seed 7"`.
+storm: $(VENV)/.installed-dev
+	@$(BIN)/python tests/support/ray_storm.py $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python benchmarks

@@ -375,14 +375,18 @@ class _Pool:
         """Run an episode of a prompt, again if its actor is lost; see `Runner`."""
         tries = self._settings.tries
         reason = ""
-        for attempt in range(1, tries + 1):
+        attempt = 1
+        while attempt <= tries:
             try:
                 return cast(Episode, cloudpickle.loads(await self._call("run", prompt, alone=1 < attempt == tries)))
+            except RestartedError:
+                continue  # it has not run
             except RayError as error:
                 if not _is_loss(error):
                     raise
                 reason = _one_line(error)
                 logger.warning("prompt=<%s>, try=<%d>, error=<%s> | an actor was lost", prompt.id, attempt, reason)
+                attempt += 1
         text = f"its actor was lost {tries} times, the last time with: {reason}"
         lost = StepResult(
             observation=Observation(metrics={"attempts": tries}),
@@ -400,16 +404,17 @@ class _Pool:
         try:
             number = next(self._numbers)
             answer = asyncio.wrap_future(getattr(actor.handle, method).remote(number, prompt).future())
-            answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # mark it as retrieved
+            answer.add_done_callback(lambda ended: self._hear(actor, ended))
             await until_done(answer, lambda: actor.handle.cancel.remote(number))  # it comes after the cleanup
             return answer.result()
-        except RayError as error:
-            if _is_loss(error):
-                self._placement.close(actor)  # until it is ready again
-                actor.lost.set()
-            raise
         finally:
             self._leave(sample)
+
+    def _hear(self, actor: _Actor, answer: asyncio.Future[Any]) -> None:
+        """Close an actor that was lost until it is ready again, also if the caller was cancelled."""
+        if not answer.cancelled() and _is_loss(answer.exception()):
+            self._placement.close(actor)
+            actor.lost.set()
 
     # --- placement ---
 
@@ -477,9 +482,9 @@ class _Pool:
         return problem and f"Ray node {node}: {problem}"
 
 
-def _is_loss(error: RayError) -> bool:
+def _is_loss(error: BaseException | None) -> bool:
     """Whether an actor was lost, rather than raised the error."""
-    return not isinstance(error, RayTaskError) or isinstance(error.cause, RestartedError)
+    return isinstance(error, RestartedError) or (isinstance(error, RayError) and not isinstance(error, RayTaskError))
 
 
 def _one_line(error: BaseException) -> str:

@@ -34,29 +34,18 @@ from support.processes import has_ended
 
 ray = pytest.importorskip("ray")
 from ray import cloudpickle  # noqa: E402
-from ray.cluster_utils import Cluster  # noqa: E402
 
 from strands_env.ray import EpisodeActor, RayExecutor, versions  # noqa: E402
+from support.ray_storm import NODE, storm, two_nodes  # noqa: E402
 
-NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 ONE_PER_NODE = {"num_cpus": 2}
 
 
 @pytest.fixture(scope="module")
 def cluster():
     """Two nodes; actors with `ONE_PER_NODE` fill one each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # what the tests import, for the nodes
-        cluster = Cluster(initialize_head=True, head_node_args=NODE)
-        try:
-            cluster.add_node(**NODE)
-            ray.init(address=cluster.address, log_to_driver=False)
-            yield cluster
-            assert sum(node["Alive"] for node in ray.nodes()) == 2  # no executor has stopped it
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+    with two_nodes() as cluster:
+        yield cluster
 
 
 def evaluator(play, *, executor=None, **settings):
@@ -236,7 +225,7 @@ async def test_no_sample_fails_for_a_neighbor_that_kills_its_actor(cluster, tmp_
     assert [one.step_result.error for one in ended] == [None] * 4
 
 
-async def test_an_actor_that_dies_while_it_runs_nothing_is_used_again(cluster):
+async def test_an_actor_that_dies_while_it_runs_nothing_costs_no_try(cluster):
     async def play(action):
         result = step_result()
         result.observation.metrics["pid"] = os.getpid()
@@ -244,7 +233,7 @@ async def test_an_actor_that_dies_while_it_runs_nothing_is_used_again(cluster):
 
     episodes = Episodes(StubEnvironment(play).factory, keep_tokens=False, keep_trajectories=False, keep_identity=False)
     prompts = name_prompts(tasks(1))
-    executor = RayExecutor(episodes_per_actor=4, actor_options=ONE_PER_NODE)
+    executor = RayExecutor(episodes_per_actor=4, tries=1, actor_options=ONE_PER_NODE)
     async with executor.start(episodes, prompts, 4) as runner:
         first = (await runner.run(prompts[0])).result
         os.kill(first.observation.metrics["pid"], signal.SIGKILL)
@@ -253,6 +242,31 @@ async def test_an_actor_that_dies_while_it_runs_nothing_is_used_again(cluster):
         second = (await runner.run(prompts[0])).result
     assert second.reward.reward == 1.0
     assert second.observation.metrics["pid"] != first.observation.metrics["pid"]
+
+
+async def test_an_actor_lost_with_a_cancelled_sample_takes_no_other_until_it_is_ready(cluster, tmp_path):
+    async def play(action):
+        if not list(tmp_path.iterdir()):
+            (tmp_path / str(os.getpid())).touch()
+            await asyncio.Event().wait()
+        return step_result()
+
+    episodes = Episodes(StubEnvironment(play).factory, keep_tokens=False, keep_trajectories=False, keep_identity=False)
+    (prompt,) = name_prompts(tasks(1))
+    executor = RayExecutor(episodes_per_actor=4, tries=1, actor_options=ONE_PER_NODE)
+    async with executor.start(episodes, [prompt], 4) as runner:
+        running = asyncio.ensure_future(runner.run(prompt))
+        await until(lambda: list(tmp_path.iterdir()), running)
+        running.cancel()
+        os.kill(int(next(tmp_path.iterdir()).name), signal.SIGKILL)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert (await runner.run(prompt)).result.reward.reward == 1.0
+
+
+async def test_a_storm_of_crashes_and_kills_ends_each_sample_once(cluster, tmp_path):
+    ends = await storm(cluster, range(3, 5), tmp_path)  # `make storm` has 200
+    assert ends["finished"] and ends["dropped, crashes"]
 
 
 class Held(Environment):

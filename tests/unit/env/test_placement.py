@@ -10,8 +10,8 @@ from strands_env.eval.placement import Placement
 class World:
     """Samples, actors and those that watch them, as in `strands_env.ray`; `Placement` says who runs where.
 
-    A sample that has a place wakes up later. When a process ends, its samples hear of it one by one, while the actor may
-    be open again, and its watcher learns of it from them only.
+    A sample that has a place wakes up later. When a process ends, its samples hear of it one by one, while the actor
+    may be open again, and its watcher learns of it from them only.
     """
 
     def __init__(self, kinds, actors, per_actor, *, tries=3, kills=0, absent=(), can_be_left_out=False):
@@ -184,7 +184,7 @@ class World:
         (["killer", "good", "good"], 2, 2, {"tries": 2}),
         (["once", "cancelled"], 2, 2, {}),
         (["killer", "once", "good"], 1, 3, {"tries": 2}),
-        (["killer", "killer"], 2, 1, {}),
+        (["killer", "killer"], 2, 1, {"tries": 2}),
         (["killer", "killer"], 1, 2, {}),
         (["good", "cancelled", "killer"], 1, 2, {}),
         (["good", "good"], 1, 2, {"kills": 3}),
