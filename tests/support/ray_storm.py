@@ -122,8 +122,8 @@ class Attacker:
         if self.is_node_lost:
             node = self.cluster.list_all_nodes()[-1]
             self.nodes.add(node.node_id)
-            await asyncio.to_thread(self.cluster.remove_node, node, allow_graceful=False)
-            await asyncio.to_thread(self.cluster.add_node, **NODE)
+            self.cluster.remove_node(node, allow_graceful=False)
+            self.cluster.add_node(**NODE)  # only the main thread may; the driver hears of nothing meanwhile
 
     def killed(self, run):
         return run.pid in self.pids or run.node in self.nodes
@@ -133,10 +133,10 @@ async def evaluate(cluster, seed, folder):
     """Run one evaluation of the storm, check it, and return how many samples ended how."""
     rng = random.Random(seed)
     actions = tasks(rng.randint(3, 8))
-    crashers = rng.sample(range(len(actions)), rng.choice([0, 1, 1, 2]))
+    harmful = rng.sample(range(len(actions)), rng.choice([0, 1, 1, 2]))
     kinds = {}
     for number, action in enumerate(actions):
-        weights = CRASHES if number in crashers else HARMLESS
+        weights = CRASHES if number in harmful else HARMLESS
         kinds[action.task_context.id] = rng.choices(list(weights), weights.values())[0]
     kills = [(rng.randint(1, len(actions)), rng.randrange(4)) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
     log = Log(folder / f"{seed}.log")
