@@ -25,7 +25,7 @@ help:
 	@echo "make lint              ruff, mypy, the import contracts, spelling and style of the prose"
 	@echo "make docs              the documentation site, into docs/_site; a broken link or reference is an error"
 	@echo "make screenshots       the screenshots of the guides"
-	@echo "make storm             200 evaluations on a Ray cluster whose actors and nodes are killed (an hour on two busy cores)"
+	@echo "make storm             200 evaluations on a Ray cluster whose actors and nodes are killed"
 	@echo "make bench             what requests and agents cost, against other clients (five minutes); bench-full: everything"
 	@echo "make clean             remove .venv and what tools left in the clone"
 
