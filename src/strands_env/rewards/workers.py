@@ -1,8 +1,8 @@
 """Worker processes for computations that a hostile text could hang or crash: computer algebra, regular expressions.
 
-A worker answers one request at a time, within limits on CPU time per request and on memory, and is replaced when it
-dies. Whether a request exceeds the limits does not depend on the machine's load. Workers start on first use and end
-with this process.
+A worker forks the process that answers its requests, one at a time, within limits on CPU time per request and on
+memory, and forks another when that one dies: a fork takes milliseconds, importing computer algebra a second. Whether a
+request exceeds the limits does not depend on the machine's load. Workers start on first use and end with this process.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,8 @@ _BOOTSTRAP = (
     "sys.modules['jobs'] = package; from jobs.worker import main; main()"
 )
 START_S = 120.0  # seconds that a worker may take to start
-# Signals that a request causes in its worker; others come from outside.
-FAULTS_OF_REQUESTS = frozenset(
-    {signal.SIGPROF, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
-)
+QUICK_S = 0.3  # seconds of CPU time after which a request counts as expensive
+MAX_REMEMBERED = 1000  # most requests over a limit that are remembered
 
 
 class WorkerError(RewardError):
@@ -48,18 +47,16 @@ class WorkerError(RewardError):
 
 
 class OverLimitsError(RuntimeError):
-    """A request exceeded a limit. Exceeding the memory limit and crashing count only in a new worker.
+    """A request exceeded a limit in a new process.
 
     Attributes:
         stage: Last stage that the worker reported; None if it reported none.
-        is_time: Whether the limit is the CPU time.
     """
 
-    def __init__(self, message: str, stage: str | None = None, is_time: bool = False) -> None:
+    def __init__(self, message: str, stage: str | None = None) -> None:
         """Create the error."""
         super().__init__(message)
         self.stage = stage
-        self.is_time = is_time
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class WorkerLimits:
         cpu_s: Seconds of CPU time per request.
         wall_s: Seconds of wall-clock time per request, after which the worker counts as lost.
         memory_bytes: Address space of a worker, in bytes.
-        requests: Number of requests after which a worker is replaced, because its caches grow.
+        requests: Number of requests after which a process is replaced, because its caches grow.
     """
 
     cpu_s: float = 3.0
@@ -80,7 +77,11 @@ class WorkerLimits:
 
 
 class WorkerPool:
-    """Workers for one kind of job, for use from any thread and event loop."""
+    """Workers for one kind of job, for use from any thread and event loop.
+
+    A request that is expensive, or whose process dies, is computed again by a new process in a queue of its own. Such
+    requests wait for each other, and others do not wait for them.
+    """
 
     def __init__(self, job: str, limits: WorkerLimits, n_workers: int) -> None:
         """Create a pool; no worker is started yet.
@@ -88,14 +89,10 @@ class WorkerPool:
         Args:
             job: Name of a module in `jobs`.
             limits: Limits of a request.
-            n_workers: Maximum number of workers at a time.
+            n_workers: Maximum number of workers at a time. Expensive requests have one more.
         """
-        self.job = job
-        self.limits = limits
-        self._threads = ThreadPoolExecutor(n_workers, thread_name_prefix=f"reward-{job}")
-        self._idle: list[_Worker] = []
-        self._lock = threading.Lock()
-        weakref.finalize(self, _stop_all, self._idle)
+        self._quick = _Lane(job, replace(limits, cpu_s=min(QUICK_S, limits.cpu_s)), n_workers)
+        self._slow = _Lane(job, replace(limits, requests=1), 1)
 
     async def run(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run a request in a worker. Waiting for a free worker does not count toward an environment's timeouts.
@@ -104,6 +101,29 @@ class WorkerPool:
             OverLimitsError: The request exceeds a limit.
             WorkerError: No worker could be started, or the worker died.
         """
+        try:
+            return await self._quick.run(request)
+        except (OverLimitsError, WorkerError):
+            return await self._slow.run(request)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Run a request as `run` does, in a thread that may have an event loop."""
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, self.run(request)).result()
+
+
+class _Lane:
+    """A queue of requests with its workers. It remembers which requests exceeded its limits."""
+
+    def __init__(self, job: str, limits: WorkerLimits, n_workers: int) -> None:
+        self._job = job
+        self._limits = limits
+        self._threads = ThreadPoolExecutor(n_workers, thread_name_prefix=f"reward-{job}")
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        self._over: dict[str, dict[str, Any]] = {}
+        weakref.finalize(self, _stop_all, self._idle)
+
+    async def run(self, request: dict[str, Any]) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         with queued() as resume:
 
@@ -111,53 +131,48 @@ class WorkerPool:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
                     loop.call_soon_threadsafe(resume)
 
-            return await loop.run_in_executor(self._threads, self.ask, request, on_start)
+            return await loop.run_in_executor(self._threads, self._answer, request, on_start)
 
-    def ask(self, request: dict[str, Any], on_start: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Run a request as `run` does, without an event loop.
+    def _answer(self, request: dict[str, Any], on_start: Callable[[], None]) -> dict[str, Any]:
+        key = json.dumps(request)
+        answer = self._over.get(key) or self._ask(request, on_start)
+        if "over" not in answer:
+            return answer
+        if len(self._over) >= MAX_REMEMBERED:
+            self._over.clear()
+        self._over[key] = answer
+        raise OverLimitsError(answer["over"], answer["stage"])
 
-        Args:
-            request: Request for the job's `handle`.
-            on_start: Called when a worker starts on the request.
-        """
-        with self._lock:
-            worker = self._idle.pop() if self._idle else None
-        # Earlier requests may have used up the first worker's memory; the second worker is new.
-        for is_last in (False, True):
-            worker = worker or _Worker(self.job, self.limits)
-            on_start()
-            try:
-                answer = worker.ask(request)
-            except (OverLimitsError, WorkerError) as error:
-                worker.stop()
-                if is_last or (isinstance(error, OverLimitsError) and (worker.requests == 1 or error.is_time)):
-                    raise
-                worker = None
-            else:
-                if worker.requests < self.limits.requests:
-                    with self._lock:
-                        self._idle.append(worker)
-                else:
-                    worker.stop()
-                return answer
-        raise AssertionError("unreachable")
+    def _ask(self, request: dict[str, Any], on_start: Callable[[], None]) -> dict[str, Any]:
+        try:
+            worker = self._idle.get_nowait()
+        except queue.Empty:
+            worker = _Worker(self._job, self._limits)
+        on_start()
+        try:
+            answer = worker.ask(request)
+        except WorkerError:
+            worker.stop()
+            raise
+        self._idle.put(worker)
+        return answer
 
 
 class _Worker:
-    """One worker process."""
+    """A process whose children answer requests."""
 
     def __init__(self, job: str, limits: WorkerLimits) -> None:
-        self.requests = 0
-        self._limits = limits
+        self._wall_s = limits.wall_s
         self._connection, theirs = multiprocessing.Pipe()
         environment = {
             "PATH": os.environ.get("PATH", ""),
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PYTHONHASHSEED": "0",  # for reproducible verdicts
         }
+        arguments = [_JOBS, job, str(limits.cpu_s), str(limits.memory_bytes), str(limits.requests)]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-s", "-c", _BOOTSTRAP, *(_JOBS, job, str(limits.cpu_s), str(limits.memory_bytes))],
+                [sys.executable, "-s", "-c", _BOOTSTRAP, *arguments],
                 env=environment,
                 cwd="/",
                 stdin=theirs.fileno(),
@@ -178,39 +193,28 @@ class _Worker:
             )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        self.requests += 1
         stage = None
-        with contextlib.suppress(OSError):  # it has died; the exit code says how
+        with contextlib.suppress(OSError):  # it has died
             send(self._connection, request)
-            while self._connection.poll(self._limits.wall_s):
+            while self._connection.poll(self._wall_s):
                 answer = receive(self._connection)
                 if answer is None:
-                    break
-                if "over" in answer:
-                    raise OverLimitsError(answer["over"], stage)
+                    raise WorkerError("a worker died")
                 if "stage" not in answer:
-                    return answer
+                    return {"stage": stage, **answer}
                 stage = answer["stage"]
-            else:
-                raise WorkerError(f"a worker did not answer within {self._limits.wall_s:g} seconds")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
-        code = self._process.returncode
-        if code is not None and -code in FAULTS_OF_REQUESTS:
-            is_time = -code == signal.SIGPROF
-            limit = f"{self._limits.cpu_s:g} s of CPU time" if is_time else signal.Signals(-code).name
-            raise OverLimitsError(limit, stage, is_time)
-        raise WorkerError(f"a worker died with exit code {code}")
+        raise WorkerError(f"a worker did not answer within {self._wall_s:g} seconds")
 
     def stop(self) -> None:
         self._connection.close()
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
-def _stop_all(workers: list[_Worker]) -> None:
-    while workers:
-        workers.pop().stop()
+def _stop_all(workers: queue.LifoQueue[_Worker]) -> None:
+    while not workers.empty():
+        workers.get().stop()
 
 
 def shared_pool(job: str, limits: WorkerLimits, n_workers: int | None = None) -> WorkerPool:

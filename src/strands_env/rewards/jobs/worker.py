@@ -1,4 +1,4 @@
-"""The loop of a worker process: it answers requests one by one, within limits that the kernel enforces.
+"""The loop of a worker process: its children answer requests one by one, within limits that the kernel enforces.
 
 Messages are JSON, which a compromised process cannot turn into code, over a socket that is the process's standard
 input. `stage` reports progress before the answer, so that the parent knows how far a request got if the process dies.
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+_RENEW = 3  # exit code of a process that is to be replaced
+
 
 def main() -> None:
-    """Answer requests until the parent closes the socket."""
-    name, cpu_s, memory_bytes = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    """Fork one process after another that answers requests, until the parent closes the socket."""
+    name, cpu_s, memory_bytes, requests = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     connection = Connection(0)
     handle = importlib.import_module(f"jobs.{name}").handle
     for what, limit in (
@@ -27,7 +31,22 @@ def main() -> None:
     ):
         resource.setrlimit(what, (limit, limit))
     send(connection, {"ready": True})
-    while (request := receive(connection)) is not None:
+    code = _RENEW
+    while code == _RENEW or (code < 0 and code != -signal.SIGKILL):  # the kernel kills if memory is short
+        child = os.fork()
+        if not child:
+            os._exit(_serve(connection, handle, cpu_s, requests))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < 0:
+            is_time = code == -signal.SIGPROF
+            send(connection, {"over": f"{cpu_s:g} s of CPU time" if is_time else signal.Signals(-code).name})
+
+
+def _serve(connection: Connection, handle: Callable[..., dict[str, Any]], cpu_s: float, requests: int) -> int:
+    for _ in range(requests):
+        request = receive(connection)
+        if request is None:
+            return 0
         # CPU time, not wall-clock time: the result must not depend on the machine's load. The signal ends this process
         # even inside C code.
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
@@ -39,6 +58,9 @@ def main() -> None:
             answer = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(connection, answer)
+        if "over" in answer:
+            break
+    return _RENEW
 
 
 def send(connection: Connection, message: dict[str, Any]) -> None:
