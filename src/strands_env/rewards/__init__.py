@@ -1,8 +1,8 @@
 """Ready-made rewards. A reward that cannot be computed raises an error; it is never silently 0."""
 
 from ..core.types import RewardError
-from .answers import last_boxed
 from .combining import AllOf, WeightedSum
+from .jobs.finding import last_boxed
 from .jobs.reading import value_key
 from .judging import JudgeReward
 from .matching import ExactMatchReward, RegexReward

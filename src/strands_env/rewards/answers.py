@@ -1,19 +1,12 @@
-"""Answers and ground truths: finding them in texts and tasks."""
+"""Ground truths and questions of tasks."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from ..core.types import Action, RewardError
-
-_BRACES = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
-_JOINED = re.compile(
-    r"[\s$]*(?:[,;]|,?\s*(?:\\text\{\s*)?(?:or|and)(?:\s*\})?)(?:\s+(?:possibly|perhaps|maybe|also))?[\s$]*"
-)
-MAX_JOINER = 40  # most characters between boxes that form one answer
 
 
 def ground_truths(action: Action) -> list[str]:
@@ -58,52 +51,3 @@ def question_of(action: Action) -> str:
                 return content
             return "\n".join(block["text"] for block in content if "text" in block)
     return ""
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}`.
-
-    Nested braces are matched, and escaped braces are text. Takes time linear in the length of the text.
-
-    Args:
-        text: Text to search.
-
-    Returns:
-        The content, or None if the text has no complete box.
-    """
-    boxes = _boxes(text)
-    return text[boxes[-1][1] : boxes[-1][2]] if boxes else None
-
-
-def boxed_answer(text: str) -> str | None:
-    r"""Return the content of the last box and of the boxes joined to it, as in `\boxed{2}` and `\boxed{3}`."""
-    boxes = _boxes(text)
-    if not boxes:
-        return None
-    start, begin, end = boxes.pop()
-    parts = [text[begin:end]]
-    while boxes:
-        earlier, begin, end = boxes.pop()
-        if end < start and _JOINED.fullmatch(text[end + 1 : start][-MAX_JOINER:]) and start - end <= MAX_JOINER:
-            parts.append(text[begin:end])
-            start = earlier
-        elif end < start:
-            break
-    return ", ".join(reversed(parts))
-
-
-def _boxes(text: str) -> list[tuple[int, int, int]]:
-    """Return the start of each complete box, and the start and end of its content, ordered by end."""
-    found: list[tuple[int, int, int]] = []
-    open_braces: list[tuple[int, int] | None] = []  # for a box's brace: the start of the box and of its content
-    for match in _BRACES.finditer(text):
-        mark = match[0]
-        if mark == "}":
-            box = open_braces.pop() if open_braces else None
-            if box is not None:
-                found.append((*box, match.start()))
-        elif mark == "{":
-            open_braces.append(None)
-        elif len(mark) > 2:  # not an escaped character
-            open_braces.append((match.start(), match.end()))
-    return found

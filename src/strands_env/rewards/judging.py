@@ -52,18 +52,11 @@ MAX_RETRY_DELAY_S = 30.0
 _BUSY = frozenset({429, 502, 503, 504, 529})
 # Names of many providers' exceptions that the network or the load of a server causes.
 _UNREACHABLE = frozenset(
-    {
-        "ConnectionError",
-        "ConnectError",
-        "ConnectTimeout",
-        "NetworkError",
-        "RemoteProtocolError",
-        "ClientConnectionError",
-    }
-    | {"APIConnectionError", "SGLangConnectionError", "ModelThrottledException"}
+    "ConnectionError ConnectError ConnectTimeout NetworkError RemoteProtocolError ClientConnectionError"
+    " APIConnectionError SGLangConnectionError ModelThrottledException".split()
 )
 # Exceptions for responses that take too long: a text can make a judge write forever.
-_SLOW = frozenset({"ReadTimeout", "APITimeoutError", "SocketTimeoutError", "ReadTimeoutError"})
+_SLOW = frozenset("ReadTimeout APITimeoutError SocketTimeoutError ReadTimeoutError".split())
 
 
 class JudgeReward(RewardFunction):

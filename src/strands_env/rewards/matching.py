@@ -7,7 +7,8 @@ import unicodedata
 from typing import Any
 
 from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
-from .answers import ground_truths, last_boxed, truth_texts
+from .answers import ground_truths, truth_texts
+from .jobs.finding import last_boxed
 from .workers import OverLimitsError, WorkerError, WorkerLimits, shared_pool
 
 REGEX_LIMITS = WorkerLimits(cpu_s=1.0, wall_s=60.0, memory_bytes=512 << 20, requests=100_000)

@@ -10,7 +10,8 @@ import importlib.util
 from typing import Any
 
 from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
-from .answers import boxed_answer, ground_truths, truth_texts
+from .answers import ground_truths, truth_texts
+from .jobs.finding import boxed_answer
 from .workers import OverLimitsError, WorkerError, WorkerLimits, shared_pool
 
 MAX_ANSWER_CHARS = 20_000
@@ -29,20 +30,24 @@ class MathReward(RewardFunction):
        what the last "answer is", "answer:" or `####` introduces; what the last sentence equates something to; the last
        formula or number.
 
+    What the response takes back ("Wait, that's wrong. It's 4.") is not its answer. What it negates, doubts, guesses or
+    offers as one of several values is not right, and neither is what cannot be read.
+
     Answers of different kinds are never equal: a number is not a set, a point is not a list, `x > 5` is not 5, `2516_8`
     is not 2516, and "east" is not "seat". Numbers must be exactly equal (`1/2`, `0.5`, `\frac{1}{2}` and `5e-1` are; of
-    a decimal such as 0.30000000000000004, the first 15 digits count), and formulas must be equal for
-    [math-verify](https://github.com/huggingface/Math-Verify) and numerically. The order of lists and sets does not
-    matter, unless the values have different names: `x = 1, y = 2` is `1, 2`. Units, currency signs and names (`x = 5`)
-    may be missing on one side; if both sides have them, they must agree. An answer whose equality cannot be decided is
-    wrong, and the verdict says why.
+    a decimal such as 0.30000000000000004, the first 15 digits count). Formulas are parsed by
+    [math-verify](https://github.com/huggingface/Math-Verify) and must have equal values at several points. The order of
+    lists and sets does not matter, unless the values have different names: `x = 1, y = 2` is `1, 2`. Units, currency
+    signs and names (`x = 5`) may be missing on one side, a percent sign only in the answer; if both sides have them,
+    they must agree. An answer whose equality cannot be decided is wrong, and the verdict says why.
 
     An unevaluated answer is refused: operations that the ground truth does not have, such as `25 \times 17` for 425, a
     sum or an integral, must be carried out.
 
     Answers are parsed and compared in worker processes with limits on CPU time and memory. An answer that exceeds them,
     such as `9^{9^{9^9}}`, is wrong. Waiting for a busy worker does not count toward the environment's `reward_timeout`.
-    A worker takes about a second of CPU time to start, and then some milliseconds per answer.
+    A worker takes about two seconds of CPU time to start, and then some milliseconds per answer. Expensive answers wait
+    in a queue of their own, and those that exceed the limits are remembered.
 
     `info` has `extracted` (the answer), `ground_truth`, and `verdict`, which is one of
 
@@ -101,19 +106,18 @@ class MathReward(RewardFunction):
         text = step_result.observation.final_response
         if text is None:
             return _result("no_answer", None, truths)
+        text = text.replace("’", "'")
         box = boxed_answer(text)
         if box is None and self.require_boxed:
             return _result("not_boxed", None, truths)
         if box is not None and len(box) > MAX_BOX_CHARS:
             return _result("too_long", box, truths)
-        plain = (box if box is not None else text).strip()
-        if plain in (truth.strip() for truth in truths):
-            return _result("correct", plain, truths)
+        answer = text[-MAX_ANSWER_CHARS:] if box is None else box
+        if answer.strip() in (truth.strip() for truth in truths):
+            return _result("correct", answer.strip(), truths)
         pool = shared_pool("mathematics", self.limits, self.n_workers)
         try:
-            response = await pool.run(
-                self._request(truths, text[-MAX_ANSWER_CHARS:] if box is None else box, box is not None)
-            )
+            response = await pool.run(self._request(truths, answer, box is not None))
         except OverLimitsError as error:
             verdict = "unreadable_truth" if error.stage is None else "over_limits"
             return _result(verdict, box, truths, limit=str(error))
@@ -123,8 +127,7 @@ class MathReward(RewardFunction):
             ) from error
         if "error" in response:
             return _result("unreadable", box, truths, reason=response["error"])
-        more = {"reason": response["reason"]} if "reason" in response else {}
-        return _result(response["verdict"], response["extracted"] or box, truths, **more)
+        return _result(response["verdict"], response["extracted"] or box, truths, reason=response["reason"])
 
     def _request(self, truths: list[str], answer: str | None, boxed: bool) -> dict[str, Any]:
         return {
@@ -163,4 +166,5 @@ def _result(verdict: str, extracted: str | None, truths: list[str], **more: str)
     if extracted is not None and len(extracted) > MAX_SHOWN_CHARS:
         extracted = f"{extracted[:MAX_SHOWN_CHARS]}[...]"
     info = {"verdict": verdict, "extracted": extracted, "ground_truth": truths[0] if len(truths) == 1 else truths}
-    return RewardResult(reward=float(verdict == "correct"), info={**info, **more})
+    info |= {name: value for name, value in more.items() if value}
+    return RewardResult(reward=float(verdict == "correct"), info=info)

@@ -1,8 +1,9 @@
-"""Comparison of two formulas by math-verify, and the guards around it.
+"""Comparison of two formulas that math-verify parses.
 
-math-verify multiplies letters, rounds floats and drops small terms. So words and adjacent capitals are passed as one
-symbol each and decimals as fractions, and formulas that it finds equal are also compared numerically with 50 digits.
-It evaluates formulas, too: an answer may leave unevaluated only operations that the ground truth has.
+math-verify multiplies letters, rounds floats and drops small terms, primes and degrees. So it only parses: words,
+adjacent capitals and primed letters are passed as one symbol each, decimals as fractions and degrees as radians, and
+the formulas are compared numerically with 50 digits. It evaluates formulas, too: an answer may leave unevaluated only
+operations that the ground truth has.
 """
 
 from __future__ import annotations
@@ -14,44 +15,45 @@ from typing import Any
 
 import sympy
 from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig, parse
+from sympy.core.function import AppliedUndef
 
-from .notation import DEGREE, FUNCTIONS, compact
+from .notation import FUNCTIONS, compact, rules
+from .reading import UnreadableError
 
 _EXTRACTION = (
     LatexExtractionConfig(
         boxed_match_priority=0,
-        normalization_config=NormalizationConfig(
-            basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="all", equations=False
-        ),
+        normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=False, equations=False),
     ),
 )
 _DIGITS = 50
 _TOLERANCE = sympy.Float("1e-30", _DIGITS)
-_POINTS = tuple(sympy.Rational(*ratio) for ratio in ((271, 113), (-355, 339), (17, 29), (1543, 211)))
-_OPERATIONS = {
-    "integral": r"\\i*int|\\oint",
-    "sum": r"\\sum",
-    "product": r"\\prod",
-    "limit": r"\\lim",
-    "derivative": r"\\frac\s*\{\s*(?:d|\\partial)|\\partial|(?<=[a-z])'",
-    "determinant": r"\\det|[vV]matrix",
-    "divisors": r"\\(?:gcd|lcm)|gcd|lcm",
-    "remainder": r"\\(?:mod|pmod|equiv)|%",
-    "largest": r"\\(?:max|min|sup|inf)(?![a-z])",
-    "factorial": r"!",
-    "binomial": r"\\binom",
-    "rounding": r"\\l(?:floor|ceil)",
-    "absolute value": r"\|",
-    "trigonometry": r"\\?(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?(?![a-z])",
-    "logarithm": r"\\(?:log|ln|lg)",
-    "dots": r"\\ldots",
-    "plus or minus": r"\\[pm]{2}",
-    "addition": r"(?<=[^\s({\[,+*/-])\s*[+-]|[)}]\s*[+-]",
-    "arithmetic": r"\d\s*\*\s*\d+(?![\d\s]*\^)",
-    "multiplication": r"(?<![_\d])\d+\s*\(\s*-?\d|\)\s*\(",
-    "power": r"\^|\\sqrt(?![a-zA-Z])",
-}
+_POINTS = tuple(map(sympy.Rational, "271/113 -355/339 17/29 1543/211".split()))
+_TRIGONOMETRY = r"\\?(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?(?![a-z])"
+_OPERATIONS = rules(rf"""
+    \\i*int|\\oint => integral
+    \\sum => sum
+    \\prod => product
+    \\lim => limit
+    \\frac\s*\{{\s*(?:d|\\partial)|\\partial|(?<=[a-z])' => derivative
+    \\det|[vV]matrix => determinant
+    \\(?:gcd|lcm)|gcd|lcm => divisors
+    \\(?:mod|pmod|equiv)|% => remainder
+    \\(?:max|min|sup|inf)(?![a-z]) => largest
+    ! => factorial
+    \\binom => binomial
+    \\l(?:floor|ceil) => rounding
+    \| => absolute value
+    {_TRIGONOMETRY} => trigonometry
+    \\(?:log|ln|lg) => logarithm
+    \\ldots => dots
+    \\[pm]{{2}} => plus or minus
+    (?<=[^\s({{\[,+*/-])\s*[+-]|[)}}]\s*[+-] => addition
+    \d\s*\*\s*\d+(?![\d\s]*\^) => arithmetic
+    (?<![_\d])\d+\s*\(\s*-?\d|\)\s*\( => multiplication
+    \^|\\sqrt(?![a-zA-Z]) => power
+""")
 _GREEK = frozenset(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon"
     " phi varphi chi psi omega".split()
@@ -62,17 +64,12 @@ _KNOWN = frozenset(
     " perp".split()
 )
 _TOGETHER = re.compile(r"(?<![a-zA-Z\\{])[A-Z]{2,}(?![a-zA-Z])")
-_MARKED = re.compile(r"\\(?:overline|overrightarrow|vec|hat|angle|triangle|mathbb)\s*\{?\s*([A-Za-z]+)\s*\}?")
-_OF_SYMBOLS = ("addition", "multiplication", "power")
-
-
-class UnknownFormulaError(ValueError):
-    """math-verify cannot read a formula."""
+_MARKED = re.compile(r"\\(?:overline|overrightarrow|vec|hat|angle|triangle|mathbb)\s*\{?\s*[A-Za-z]+\s*\}?|[A-Za-z]'+")
 
 
 def operations(latex: str) -> set[str]:
     """Return the names of the operations in a formula."""
-    return {name for name, pattern in _OPERATIONS.items() if re.search(pattern, latex)}
+    return {name for pattern, name in _OPERATIONS if re.search(pattern, latex)}
 
 
 def symbols(latex: str) -> set[str]:
@@ -82,18 +79,18 @@ def symbols(latex: str) -> set[str]:
 
 
 def commands(latex: str) -> set[str]:
-    """Return the LaTeX commands of a formula that are unknown here, such as misspelled ones."""
-    return (
-        set(re.findall(r"\\([a-zA-Z]+)", latex)) - _KNOWN - _GREEK - {name.capitalize() for name in _GREEK} - FUNCTIONS
-    )
+    """Return the LaTeX commands of a formula that are unknown here, and brackets that may mean more than grouping."""
+    brackets = re.findall(r"\[|\\\{", re.sub(r"\\sqrt\s*\[", "", latex))
+    found = {*re.findall(r"\\([a-zA-Z]+)", latex), *brackets}
+    return found - _KNOWN - _GREEK - {name.capitalize() for name in _GREEK} - FUNCTIONS
 
 
 def unevaluated_operations(truth: str, answer: str) -> set[str]:
     """Return the operations of an answer that the ground truth does not have."""
     allowed = operations(truth)
     if symbols(truth):
-        allowed.update(_OF_SYMBOLS)
-    if re.search(r"(?<![a-zA-Z\\])i(?![a-zA-Z])", truth):
+        allowed |= {"addition", "multiplication", "power"}
+    if "trigonometry" in allowed or re.search(r"(?<![a-zA-Z\\])i(?![a-zA-Z])", truth):
         allowed.add("power")
     if allowed & {"factorial", "binomial"}:
         allowed |= {"factorial", "binomial"}
@@ -104,14 +101,14 @@ def is_same(truth: str, answer: str) -> bool:
     """Whether two formulas are equal.
 
     Raises:
-        UnknownFormulaError: math-verify cannot read one of them.
+        UnreadableError: math-verify cannot read one of them.
     """
     if compact(truth) == compact(answer):
         return True
-    one, other = formula(truth), formula(answer)
-    return _agree(one, other) and (
-        one == other or bool(verify(one, other, timeout_seconds=None, raise_on_error=False)) or _is_zero(one - other)
-    )
+    # A cross product is neither commutative nor a dot product.
+    if "\\times" in truth or ("\\times" in answer and re.search(r"\*|\\vec|\\overrightarrow", truth)):
+        return False
+    return _agree(formula(truth), formula(answer))
 
 
 def is_proportional(truth: tuple[str, str], answer: tuple[str, str], is_directed: bool) -> bool:
@@ -119,17 +116,15 @@ def is_proportional(truth: tuple[str, str], answer: tuple[str, str], is_directed
     one, other = (formula(left) - formula(right) for left, right in (truth, answer))
     if one.free_symbols != other.free_symbols or not one.free_symbols:
         return False
-    ratio = sympy.simplify(one / other)
-    return bool(ratio.is_number and ratio.is_finite and ratio != 0 and (ratio.is_positive or not is_directed))
+    a, b = _values(one, other, _POINTS[0])
+    is_turned = a.is_real and b.is_real and a * b < 0
+    return not (is_directed and is_turned) and bool(a and b) and _agree(one * b, other * a)
 
 
 def number(latex: str) -> Fraction | None:
-    """Evaluate a formula without variables to 50 digits; None if it is not a real number or has thousands of digits."""
-    value = formula(latex)
-    value = sympy.N(value, _DIGITS) if not value.free_symbols else value
-    if not (value.is_number and value.is_real and value.is_finite) or abs(value) > sympy.Float("1e2000"):
-        return None
-    return Fraction(str(value)) if abs(value) > sympy.Float("1e-2000") else Fraction(0)
+    """Evaluate a formula to 50 digits; None if it is not a real number or has too large a power of ten."""
+    digits = str(sympy.N(formula(latex), _DIGITS))
+    return Fraction(digits) if re.fullmatch(r"-?[\d.]+(?:e[+-]?\d{1,3})?", digits) else None
 
 
 @lru_cache(maxsize=1024)
@@ -137,44 +132,50 @@ def formula(latex: str) -> Any:
     """Parse a formula with math-verify.
 
     Raises:
-        UnknownFormulaError: math-verify cannot read it.
+        UnreadableError: math-verify cannot read it.
     """
     prepared = _MARKED.sub(_symbol, _TOGETHER.sub(_symbol, latex))
     prepared = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}", prepared)
-    prepared = prepared.replace("*", r" \cdot ").replace(DEGREE, r"^{\circ}")
+    if re.search(_TRIGONOMETRY, latex):
+        prepared = re.sub(
+            r"(\d+|[a-z]|\\[a-z]+|\([^()]*\)|\\frac\{\d+\}\{\d+\})\s*°", r"(\1\\frac{\\pi}{180})", prepared
+        )
+    else:
+        prepared = prepared.replace("°", "")
+    if "°" in prepared:
+        raise UnreadableError(f"what is in degrees in {latex!r:.200} is not clear")
+    prepared = prepared.replace("*", r" \cdot ").replace("\\times", r"\cdot ")
     found = parse(
         f"\\boxed{{{prepared}}}", _EXTRACTION, parsing_timeout=None, raise_on_error=False, fallback_mode="no_fallback"
     )
     value = found[0] if found else None
-    if not isinstance(value, sympy.Basic) or value.has(sympy.nan, sympy.zoo) or not hasattr(value, "free_symbols"):
-        raise UnknownFormulaError(f"math-verify cannot read {latex!r:.200}")
+    if not isinstance(value, sympy.Expr) or value.has(sympy.nan, sympy.zoo):
+        raise UnreadableError(f"math-verify cannot read {latex!r:.200}")
     constants = {"i": sympy.I, "e": sympy.E}
-    return value.subs({name: constants.get(name.name, sympy.Symbol(name.name)) for name in value.free_symbols})
+    value = value.subs({name: constants.get(name.name, sympy.Symbol(name.name)) for name in value.free_symbols})
+    return value.subs({call: sympy.Symbol(str(call)) for call in value.atoms(AppliedUndef)})
 
 
 def _symbol(found: re.Match[str]) -> str:
-    return "Q_{" + "".join(str(ord(char)) for char in found[0] if char.isalnum()) + "}"
+    return "Q_{" + "".join(str(ord(char)) for char in found[0] if char not in "\\{} ") + "}"
 
 
-def _agree(one: Any, other: Any) -> bool:
-    """Whether two formulas have equal values at some points where both have values."""
-    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
-        return True
-    names = sorted(one.free_symbols | other.free_symbols, key=str)
-    for start in _POINTS if names else _POINTS[:1]:
-        point = {name: start + sympy.Rational(at, 7) for at, name in enumerate(names)}
-        a, b = (sympy.N(side.subs(point).doit(), _DIGITS) for side in (one, other))
+def _agree(one: sympy.Expr, other: sympy.Expr) -> bool:
+    """Whether two formulas are the same, or have equal values at some points, and where both have real values."""
+    n_equal = 0
+    is_constant = not (one.free_symbols or other.free_symbols)
+    for start in _POINTS[:1] if is_constant else _POINTS:
+        a, b = _values(one, other, start)
         is_finite = all(side.is_number and not side.has(sympy.oo, sympy.zoo, sympy.nan) for side in (a, b))
-        if not is_finite and not names:
-            return bool(a == b)
-        is_comparable = is_finite and (not names or (a.is_real and b.is_real))
-        if is_comparable and abs(a - b) > _TOLERANCE * (abs(a) + abs(b)):
-            return False
-    return True
+        if is_finite and (is_constant or (a.is_real and b.is_real)):
+            if abs(a - b) > _TOLERANCE * (abs(a) + abs(b)):
+                return False
+            n_equal += 1
+    return bool(n_equal or one == other)
 
 
-def _is_zero(difference: Any) -> bool:
-    try:
-        return bool(sympy.simplify(difference) == 0)
-    except (TypeError, ValueError, AttributeError, NotImplementedError):
-        return False
+def _values(one: sympy.Expr, other: sympy.Expr, start: sympy.Rational) -> list[sympy.Expr]:
+    """Return the values of two formulas at a point."""
+    names = sorted(one.free_symbols | other.free_symbols, key=str)
+    point = {name: start + sympy.Rational(at, 7) for at, name in enumerate(names)}
+    return [sympy.N(side.subs(point).doit(), _DIGITS) for side in (one, other)]

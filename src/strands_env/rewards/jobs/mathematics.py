@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from . import engine
+from .finding import answer_in
 from .notation import compact, spelled
-from .reading import (
-    Based,
-    Bracketed,
-    Formula,
-    Measured,
-    Named,
-    Number,
-    Ratio,
-    Relation,
-    Several,
-    Text,
-    Union,
-    UnreadableError,
-    Value,
-    answer_in,
-    chosen,
-    read,
-)
+from .reading import INFINITE, UnreadableError, Value, chosen, key_of_words, read
+from .units import unit_of
 
 
 def handle(request: dict[str, Any], stage: Callable[[str], None]) -> dict[str, Any]:
@@ -40,217 +26,175 @@ def handle(request: dict[str, Any], stage: Callable[[str], None]) -> dict[str, A
     """
     for text in request["truths"]:
         try:
-            _parsed_truth(text)
-        except (UnreadableError, engine.UnknownFormulaError) as error:
-            return {"verdict": "unreadable_truth", "reason": str(error), "extracted": None}
+            _check(_parsed(text))
+        except UnreadableError as error:
+            return {"verdict": "unreadable_truth", "extracted": None, "reason": str(error)}
     stage("answer")
     answer = request["answer"]
     if answer is not None and not request["boxed"]:
         answer = answer_in(answer)
-    if answer is None or not answer.strip():
-        return {"verdict": "no_answer", "extracted": None}
-    grader = _Grader(request["unevaluated"], request["rounding"], request["precision"])
-    verdicts = [grader.verdict(truth, answer) for truth in request["truths"]]
+    if not (answer or "").strip():
+        return {"verdict": "no_answer", "extracted": None, "reason": ""}
+    verdicts = [_Grader(request).verdict(truth, answer) for truth in request["truths"]]
     verdict, reason = min(verdicts, key=lambda one: (one[0] != "correct", one[0] == "wrong"))
-    return {"verdict": verdict, "extracted": answer, **({"reason": reason} if reason else {})}
+    return {"verdict": verdict, "extracted": answer, "reason": reason}
 
 
-@lru_cache(maxsize=4096)
-def _parsed_truth(text: str) -> Value:
-    """Parse a right answer, and check that math-verify can read each of its formulas."""
-    value = read(text)
-    for latex in _formulas(value):
-        if "\\infty" not in latex:
-            engine.formula(latex)
-    return value
+_parsed = lru_cache(maxsize=4096)(read)
 
 
-def _formulas(value: Any) -> list[str]:
-    if isinstance(value, Formula):
-        return [value.latex]
-    parts = value if isinstance(value, tuple) else getattr(value, "__dict__", {}).values()
-    return [latex for part in parts for latex in _formulas(part)]
+def _check(value: Value) -> None:
+    """Check that math-verify can read each formula of a value."""
+    if value.kind == "formula" and "\\infty" not in value.text:
+        engine.formula(value.text)
+    for part in value.parts:
+        _check(part)
 
 
 class _Grader:
-    def __init__(self, unevaluated: bool, rounding: int | None, precision: int) -> None:
-        self.unevaluated = unevaluated
-        self.rounding = rounding
-        self.precision = precision
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.request = request
         self.refused = ""
 
     def verdict(self, truth: str, answer: str) -> tuple[str, str]:
         """Return correct, wrong, unreadable or unevaluated, and the reason."""
-        self.refused = ""
         if compact(spelled(truth)) == compact(spelled(answer)):
             return "correct", ""
-        value = _parsed_truth(truth)
-        if isinstance(value, Text) and len(value.words) == 1 and (letter := chosen(answer)) is not None:
+        value = _parsed(truth)
+        if value.kind == "words" and len(value.text) == 1 and (letter := chosen(answer)) is not None:
             answer = letter
         try:
             is_right = self.same(value, read(answer))
-            if not is_right and isinstance(value, Measured) and spelled(answer).replace(" ", "").endswith(_bare(value)):
-                is_right = self.same(value.value, read(spelled(answer).replace(" ", "").removesuffix(_bare(value))))
-        except (UnreadableError, engine.UnknownFormulaError) as error:
+        except UnreadableError as error:
             return "unreadable", str(error)
         if is_right:
             return "correct", ""
         return ("unevaluated", self.refused) if self.refused else ("wrong", "")
 
     def same(self, truth: Value, answer: Value) -> bool:
+        """Whether two values are equal, or one is the other without its name, unit or notation."""
+        return any(self.equal(truth, other) for other in (answer, *self.looser(answer))) or any(
+            self.equal(other, answer) for other in self.looser(truth, is_truth=True)
+        )
+
+    def looser(self, value: Value, is_truth: bool = False) -> Iterator[Value]:
+        """Yield what a value is without its name or unit, or in another notation."""
+        match value:
+            case Value("name", (*steps, part)) | Value("relation", (*steps, part), "=" | "= =" | "= = ="):
+                lenient = _Grader({**self.request, "unevaluated": True})
+                if all(lenient.same(part, step) for step in steps):  # x = 25 * 17 = 425
+                    yield part
+                    yield from self.looser(part, is_truth)
+            case Value("unit", (part,), unit):
+                if unit != "%" or is_truth:
+                    yield part
+                if unit == "%" and part.kind == "number":  # not with a percent sign for a unit: 0.05 % is not 0.05
+                    yield Value("number", number=part.number / 100)
+            case Value(":", (Value("number") as above, Value("number") as below)) if below.number:
+                yield Value("number", text="fraction", number=above.number / below.number)
+            case Value("list", parts) if parts and len({part.text for part in parts if part.kind == "name"}) == 1:
+                if all(part.kind == "name" for part in parts):
+                    yield Value("list", tuple(part.parts[-1] for part in parts), value.text)
+            case Value("list", parts, "or") if all(part.kind == "relation" for part in parts):
+                yield Value("union", tuple(interval for part in parts for interval in self.looser(part)))
+            case Value("relation", parts, signs) if set(signs.split()) <= {"<", "\\le"}:
+                ends, opens = list(parts), [sign == "<" for sign in signs.split()]
+                if len(parts) == 2:  # one end is infinite
+                    at = 0 if _is_variable(parts[0]) else 2
+                    ends.insert(at, INFINITE[bool(at)])
+                    opens.insert(at, True)
+                if len(ends) == 3 and _is_variable(ends[1]):
+                    yield Value("[("[opens[0]] + "])"[opens[1]], (ends[0], ends[2]))
+
+    def equal(self, truth: Value, answer: Value) -> bool:
         """Whether two values are of the same kind and equal."""
         match truth, answer:
-            case Text(), Text():
-                return truth.key() == answer.key()
-            case Text(words), Formula(latex):  # xy and x * y
-                return "".join(latex.replace("*", "").split()) == "".join(words.split())
-            case Text(), Named(_, value):
-                return self.same(truth, value)
-            case (Text(), _) | (_, Text()):
-                return False
-            case Named(name, value), Named(other) if name == other:
-                return self._chain(value, answer)
-            case Named(), (Named() | Relation((Formula(), *_), ("=",))):
-                return self._relations(truth, answer)
-            case Named(_, value), _:
-                return self._chain(value, answer)
-            case Relation(), (Named() | Relation()):
-                return self._relations(truth, answer)
-            case Relation(), _:
-                pass  # it may be an interval
-            case _, Named():
-                return self._chain(truth, answer)
-            case _, Relation(signs=signs) if set(signs) == {"="}:
-                return self._chain(truth, answer)
-            case (Measured(), _) | (_, Measured()):
-                return self._measured(truth, answer)
-            case ((Number() | Formula()), (Number() | Formula())):
-                return self._leaves(truth, answer)
-            case Ratio(terms), Ratio(others):
-                return self._in_order(terms, others)
-            case (Ratio((Number(above), Number(below))), Number(value)) | (
-                Number(value),
-                Ratio((Number(above), Number(below))),
-            ):
-                return bool(below) and above / below == value and above == value.numerator
-            case (Ratio(), _) | (_, Ratio()):
-                return False
-            case Several(), Several():
-                ones, others = _unnamed(truth, answer), _unnamed(answer, truth)
-                is_about_relations = any(isinstance(item, Relation) for item in ones)
-                if is_about_relations and "or" in (truth.how, answer.how) and truth.how != answer.how:
+            case Value("words"), Value("words"):
+                return key_of_words(truth.text) == key_of_words(answer.text)
+            case Value("words"), Value("formula"):  # xy and x * y
+                return re.sub(r"\\times|[*\s]", "", answer.text) == re.sub(r"\s", "", truth.text)
+            case Value("number" | "formula"), Value("number" | "formula"):
+                return self.leaves(truth, answer)
+            case Value("unit", (value,), unit), Value("formula", text=latex):  # 10 m
+                found = re.fullmatch(r"(.*[\d}])\s*([a-zA-Z]+)", latex)
+                return found is not None and unit_of(found[2]) == unit and self.same(value, read(found[1]))
+            case Value("name" | "relation"), Value("name" | "relation"):
+                return self.relations(truth, answer)
+            case Value("list" | "union", parts, how), Value(kind, others) if kind == truth.kind:
+                if any(part.kind == "relation" for part in parts) and how != answer.text and "or" in (how, answer.text):
                     return False
-                is_ordered = len(truth.names()) > 1 and truth.how != "or"
-                if is_ordered and not any(isinstance(item, Named | Relation) for item in others):
-                    return self._in_order(ones, others)  # x = 1, y = 2 is 1, 2 and not 2, 1
-                return self._matched(ones, others)
-            case Bracketed(left, items, right), Bracketed(other_left, others, other_right):
-                return (left, right) == (other_left, other_right) and self._in_order(items, others)
-            case Based(), Based():
-                return truth == answer
-        intervals, of_answer = _pieces(truth), _pieces(answer)
-        if intervals is None or of_answer is None or (intervals, of_answer) == ((truth,), (answer,)):
-            return False
-        return self._matched(intervals, of_answer)
+                is_ordered = len(truth.names() | answer.names()) > 1 and not (truth.names() and answer.names())
+                if is_ordered and how != "or":  # x = 1, y = 2 is 1, 2 and not 2, 1
+                    return self.in_order(parts, others)
+                return self.matched(parts, others)
+        return (truth.kind, truth.text) == (answer.kind, answer.text) and self.in_order(truth.parts, answer.parts)
 
-    def _measured(self, truth: Value, answer: Value) -> bool:
-        of_truth, of_answer = (side.unit if isinstance(side, Measured) else None for side in (truth, answer))
-        one, other = (side.value if isinstance(side, Measured) else side for side in (truth, answer))
-        if of_truth is not None and of_answer is not None and of_truth != of_answer:
-            return False
-        is_percent = of_truth != of_answer and "%" in (of_truth, of_answer)
-        if not (is_percent and isinstance(one, Number) and isinstance(other, Number)):
-            return self.same(one, other)
-        # A percent sign on one side only: 50 % is 0.5, and the sign may be left out like a unit. But if 0.05 is right,
-        # 0.05 % is not.
-        if of_truth == "%":
-            return other.value in (one.value, one.value / 100)
-        return one.value == other.value / 100 or (abs(one.value) > 1 and one.value == other.value)
-
-    def _relations(self, truth: Named | Relation, answer: Named | Relation) -> bool:
+    def relations(self, truth: Value, answer: Value) -> bool:
         (parts, signs), (others, other_signs) = _sides(truth), _sides(answer)
         if signs != other_signs:
             return False
-        is_symmetric = len(parts) == 2 and signs[0] in _SYMMETRIC
-        if self._in_order(parts, others) or (is_symmetric and self._in_order(parts, others[::-1])):
+        if self.in_order(parts, others) or (signs in _SYMMETRIC and self.in_order(parts, others[::-1])):
             return True
-        sides = [_latex(part) for part in (*parts, *others)]
-        if None in sides or signs not in (("=",), ("\\ne",), ("<",), ("\\le",)):
+        sides = [_latex(side) for side in (*parts, *others)]
+        if "" in sides or signs not in ("=", "\\ne", "<", "\\le"):
             return False
-        a, b, c, d = map(str, sides)
-        return self._may_compare(f"{a}-{b}", f"{c}-{d}") and engine.is_proportional(
-            (a, b), (c, d), is_directed=signs[0] in ("<", "\\le")
+        a, b, c, d = sides
+        return self.may_compare(f"{a}-{b}", f"{c}-{d}") and engine.is_proportional(
+            (a, b), (c, d), is_directed=signs in ("<", "\\le")
         )
 
-    def _chain(self, truth: Value, answer: Value) -> bool:
-        """Whether an answer, or a chain of correct equations, ends in the truth: x = 25 * 17 = 425."""
-        answer = answer.value if isinstance(answer, Named) else answer
-        if not isinstance(answer, Relation):
-            return self.same(truth, answer)
-        if set(answer.signs) != {"="} or not self.same(truth, answer.parts[-1]):
-            return False
-        lenient = _Grader(True, self.rounding, self.precision)
-        return all(lenient.same(truth, part) for part in answer.parts[:-1])
-
-    def _leaves(self, truth: Number | Formula, answer: Number | Formula) -> bool:
-        if isinstance(truth, Number) and isinstance(answer, Number):
-            undone = answer.form == "fraction" and answer.value.denominator == 1 and truth.form != "fraction"
-            return self._close(truth, answer) and not (undone and self._refuses({"division"}))
-        of_truth, of_answer = str(_latex(truth)), str(_latex(answer))
+    def leaves(self, truth: Value, answer: Value) -> bool:
+        of_truth, of_answer = _latex(truth), _latex(answer)
         if "\\infty" in of_truth + of_answer:
             return compact(of_truth).lstrip("+") == compact(of_answer).lstrip("+")
-        if isinstance(answer, Formula):
-            if isinstance(truth, Number) and self._refuses(
-                engine.unevaluated_operations(of_truth, of_answer) or {"arithmetic"}
-            ):
+        if answer.kind == "formula":
+            undone = engine.unevaluated_operations(of_truth, of_answer)
+            if truth.kind == "number" and self.refuses(undone or {"arithmetic"}):
                 return False
-            return self._may_compare(of_truth, of_answer) and engine.is_same(of_truth, of_answer)
-        exact = engine.number(of_truth) if answer.form == "decimal" and answer.value.denominator != 1 else None
-        is_rounded = exact is not None and (
-            self._is_within_rounding(exact, answer.value)
-            or (
-                answer.digits >= self.precision
-                and _may_be_off(exact, answer.value)
-                and _rounded(exact, self.precision) == _rounded(answer.value, self.precision)
-            )
-        )
-        return is_rounded or engine.is_same(of_truth, of_answer)
+            return self.may_compare(of_truth, of_answer) and engine.is_same(of_truth, of_answer)
+        if truth.kind == "formula":
+            exact = engine.number(of_truth)
+            return (exact is not None and self.close(exact, answer)) or engine.is_same(of_truth, of_answer)
+        is_undone = answer.text == "fraction" and answer.number.denominator == 1 and truth.text != "fraction"
+        is_close = self.close(truth.number, answer) or self.close(answer.number, truth)
+        return is_close and not (is_undone and self.refuses({"division"}))
 
-    def _refuses(self, undone: set[str]) -> bool:
+    def refuses(self, undone: set[str]) -> bool:
         """Whether unevaluated operations are refused; if so, keep the reason."""
-        if undone and not self.unevaluated:
+        if undone and not self.request["unevaluated"]:
             self.refused = f"{', '.join(sorted(undone))} left unevaluated"
-        return bool(undone) and not self.unevaluated
+            return True
+        return False
 
-    def _may_compare(self, truth: str, answer: str) -> bool:
+    def may_compare(self, truth: str, answer: str) -> bool:
         """Whether an answer has only the truth's variables and commands, and is evaluated."""
         undone = engine.unevaluated_operations(truth, answer)
         return (
-            not self._refuses(undone)
+            not self.refuses(undone)
             and engine.commands(answer) <= engine.commands(truth)
-            and _has_ambiguous_brackets(answer) <= _has_ambiguous_brackets(truth)
             and (bool(undone) or engine.symbols(answer) <= engine.symbols(truth))  # a sum has its own variables
         )
 
-    def _close(self, truth: Number, answer: Number) -> bool:
-        if truth.value == answer.value or self._is_within_rounding(truth.value, answer.value):
+    def close(self, exact: Fraction, given: Value) -> bool:
+        """Whether a number is what another one is, or rounds to: floats are written with more digits than they have."""
+        precision, rounding = self.request["precision"], self.request["rounding"]
+        error = abs(exact - given.number)
+        if not error or (rounding is not None and error * 2 < Fraction(1, 10**rounding)):
             return True
-        if not _may_be_off(truth.value, answer.value):
+        # Digits that are left out are zeros: 1.4142135623731 is as close to the root of 2 as a float can be.
+        has_digits = given.digits >= precision or error * 4 * 10**precision <= abs(exact)
+        is_integer = given.number.denominator == 1 or (exact.denominator == 1 and abs(exact) > 2**53)
+        if not has_digits or is_integer or not exact:
             return False
-        # Floating-point numbers are written with more digits than they have.
-        one, other = sorted((truth, answer), key=lambda side: side.digits)
-        if other.form != "decimal" or other.digits < self.precision:
-            return False
-        is_longer = one.form == "decimal" and one.digits > self.precision
-        return not is_longer and _rounded(one.value, self.precision) == _rounded(other.value, self.precision)
+        last = (
+            (Decimal(exact.numerator) / exact.denominator).adjusted() + 1 - precision
+        )  # power of the digit that counts
+        return error * 2 <= Fraction(10) ** last
 
-    def _is_within_rounding(self, one: Fraction, other: Fraction) -> bool:
-        return self.rounding is not None and abs(one - other) * 2 < Fraction(1, 10**self.rounding)
-
-    def _in_order(self, truth: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
+    def in_order(self, truth: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
         return len(truth) == len(answer) and all(map(self.same, truth, answer))
 
-    def _matched(self, truth: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
+    def matched(self, truth: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
         """Whether the values are equal in some order."""
         rest = list(answer)
         if len(truth) != len(answer):
@@ -260,83 +204,32 @@ class _Grader:
             if match is None:
                 return False
             del rest[match]
-        self.refused = ""
         return True
 
 
-# Symmetric relations.
+# Parsing is slow at first: what this loads, the processes of a worker share.
+engine.is_same(
+    r"\frac{(x+1)^{2}}{y-1}+f(x) \cdot e^{-2x}-\log_{2}(3)+\sqrt[3]{\pi n!}-|a_1|+\binom{n}{2}\sin x",
+    r"\binom{n}{2}\sin x-|a_1|+\sqrt[3]{n!\pi}-\log_{2}(3)+e^{-2x}f(x)+\frac{(1+x)^{2}}{y-1}",
+)
+
 _SYMMETRIC = ("=", "\\ne", "\\approx", "\\equiv", "\\parallel", "\\perp", "\\cong", "\\sim")
 
 
-def _sides(value: Named | Relation) -> tuple[tuple[Value, ...], tuple[str, ...]]:
+def _sides(value: Value) -> tuple[tuple[Value, ...], str]:
     """Return the parts of a relation, and its signs."""
-    if isinstance(value, Relation):
-        return value.parts, value.signs
-    return (Formula(value.name), value.value), ("=",)
-
-
-def _pieces(value: Value) -> tuple[Value, ...] | None:
-    """Convert relations, intervals and unions of them to intervals; None for other values."""
-    match value:
-        case Union(items):
-            found = [_pieces(item) for item in items]
-        case Several(items, "or"):
-            found = [_pieces(item) if isinstance(item, Relation) else None for item in items]
-        case Relation(parts, signs) if set(signs) <= {"<", "\\le"}:
-            if len(parts) == 2:  # one end is infinite
-                end = 1 if _is_variable(parts[0]) else 0
-                parts = (Formula("-\\infty"), *parts) if end else (*parts, Formula("\\infty"))
-                signs = ("<", *signs) if end else (*signs, "<")
-            if len(parts) != 3 or not _is_variable(parts[1]):
-                return None
-            return (Bracketed("(" if signs[0] == "<" else "[", (parts[0], parts[2]), ")" if signs[1] == "<" else "]"),)
-        case Several(how="set") | Bracketed(items=(_, _)):
-            return (value,)
-        case _:
-            return None
-    return None if None in found else tuple(piece for pieces in found if pieces for piece in pieces)
+    if value.kind == "relation":
+        return value.parts, value.text
+    return (Value("formula", text=value.text), *value.parts), " ".join("=" * len(value.parts))
 
 
 def _is_variable(value: Value) -> bool:
-    return isinstance(value, Formula) and len(value.latex.strip().lstrip("\\")) == 1 and value.latex.strip().isalpha()
+    return value.kind == "formula" and re.fullmatch(r"\\?[a-zA-Z]|\\[a-z]+", value.text.strip()) is not None
 
 
-def _unnamed(several: Several, other: Several) -> tuple[Value, ...]:
-    """Return the values of "x = 1 or x = 2" without the name if the other side has no names."""
-    names = {item.name if isinstance(item, Named) else None for item in several.items}
-    if len(names) == 1 and None not in names and not any(isinstance(item, Named) for item in other.items):
-        return tuple(item.value for item in several.items if isinstance(item, Named))
-    return several.items
-
-
-def _has_ambiguous_brackets(latex: str) -> bool:
-    """Whether a formula has brackets that may mean rounding or a fractional part instead of grouping."""
-    return re.search(r"\[|\\\{", re.sub(r"\\sqrt\s*\[", "", latex)) is not None
-
-
-def _bare(value: Measured) -> str:
-    return value.suffix.replace("\\text{", "").replace("}", "").replace(" ", "")
-
-
-def _latex(value: Value) -> str | None:
-    match value:
-        case Formula(latex):
-            return latex
-        case Number(Fraction(numerator=above, denominator=below)):
-            return f"{above}" if below == 1 else rf"{'-' if above < 0 else ''}\frac{{{abs(above)}}}{{{below}}}"
-    return None
-
-
-def _may_be_off(truth: Fraction, answer: Fraction) -> bool:
-    """Whether an answer may differ from the truth by the error of a float; integers are exact up to 2**53."""
-    return truth.denominator != 1 or (answer.denominator != 1 and abs(truth) <= 2**53)
-
-
-def _rounded(value: Fraction, digits: int) -> Fraction:
-    """Round to a number of significant digits."""
-    power = 0
-    while abs(value) >= Fraction(10) ** (power + 1):
-        power += 1
-    while value and abs(value) < Fraction(10) ** power:
-        power -= 1
-    return round(value, digits - 1 - power)
+def _latex(value: Value) -> str:
+    """Return a formula or a number as LaTeX; an empty text for other values."""
+    above, below = value.number.numerator, value.number.denominator
+    if value.kind != "number":
+        return value.text if value.kind == "formula" else ""
+    return str(above) if below == 1 else rf"{'-' if above < 0 else ''}\frac{{{abs(above)}}}{{{below}}}"

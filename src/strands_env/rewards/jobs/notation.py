@@ -1,139 +1,142 @@
-"""Normalization of LaTeX, Unicode and plain text to one notation. It never changes an answer's value."""
+"""Normalization of an answer's notation. It never changes an answer's value."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import unicodedata
-
-CURRENCY, DEGREE = "\ue000", "\ue001"  # a dollar sign that means money; `$` around formulas is removed
 
 FUNCTIONS = frozenset(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt frac binom gcd lcm max min"
     " det".split()
 )
 
+# Characters, each with its replacement.
 _SYMBOLS = {
-    "×": "*", "⋅": "*", "·": "*", "∙": "*", "∗": "*", "÷": "/", "⁄": "/", "∕": "/", "−": "-", "–": "-", "—": "-",
-    "‐": "-", "‑": "-", "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ",
-    "≡": r"\equiv ", "∞": r"\infty ", "π": r"\pi ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ",
-    "±": r"\pm ", "°": DEGREE, "º": DEGREE, "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ",
-    "λ": r"\lambda ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "σ": r"\sigma ", "Δ": r"\Delta ",
-    "ℝ": r"\mathbb{R}", "→": r"\to ", "∣": "|", "′": "'", "’": "'", "“": '"', "”": '"', "⟨": r"\langle ",
-    "⟩": r"\rangle ", "\u00a0": " ", "\u2009": r"\,", "\u202f": r"\,", "\u200b": "", "\u2061": "", "\u2062": "",
-    "…": r"\ldots ",
-}  # fmt: skip
-_TABLE = str.maketrans(_SYMBOLS)
-_RENAMED = {
-    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom", "leq": "le",
-    "leqslant": "le", "leqq": "le", "geq": "ge", "geqslant": "ge", "geqq": "ge", "neq": "ne", "thickapprox": "approx",
-    "simeq": "approx", "varnothing": "emptyset", "dots": "ldots", "cdots": "ldots", "bigcup": "cup", "R": "reals",
-    "Reals": "reals", "vee": "lor", "wedge": "land", "bmod": "mod", "pmod": "mod",
-    "pmb": "text", "textbf": "text", "textit": "text", "textrm": "text", "textnormal": "text", "textsf": "text",
-    "texttt": "text", "mathrm": "text", "mathit": "text", "mathsf": "text", "mathbf": "text", "mathtt": "text",
-    "boldsymbol": "text", "operatorname": "text", "mbox": "text", "hbox": "text", "textup": "text", "emph": "text",
-    "longrightarrow": "to", "rightarrow": "to",
-}  # fmt: skip
-_REPLACED = {
-    "cdot": "*", "times": "*", "ast": "*", "div": "/", "lt": "<", "gt": ">", "lbrack": "[", "rbrack": "]",
-    "lvert": "|", "rvert": "|", "vert": "|", "colon": ":", "quad": " ", "qquad": " ", "enspace": " ",
-    "thinspace": r"\,", "degree": DEGREE, "lor": " or ", "land": " and ", "euro": "€", "pounds": "£",
-    "textdollar": CURRENCY, "dollar": CURRENCY,
-    "left": "", "right": "", "middle": "", "big": "", "Big": "", "bigg": "", "Bigg": "", "bigl": "", "bigr": "",
-    "Bigl": "", "Bigr": "", "biggl": "", "biggr": "", "displaystyle": "", "textstyle": "", "limits": "", "nolimits": "",
-    "lbrace": r"\{", "rbrace": r"\}", "hfill": " ", "newline": " ", "reals": r"\mathbb{R}", "space": " ", "boxed": "",
-    "bf": "", "rm": "", "it": "", "sf": "", "tt": "", "fbox": "",
-}  # fmt: skip
+    ord(pair[0]): pair[1:] + (" " if pair[-1].isalpha() else "")
+    for pair in r"""
+    ×\times ⋅* ·* ∙* ∗* ÷/ ⁄/ ∕/ −- –- —- ‐- ‑- ≤\le ⩽\le ≥\ge ⩾\ge ≠\ne ≈\approx ≡\equiv ∞\infty π\pi ∪\cup ∩\cap
+    ∅\emptyset ∈\in ±\pm º° θ\theta α\alpha β\beta γ\gamma λ\lambda μ\mu φ\phi ω\omega σ\sigma Δ\Delta ℝ\mathbb{R}
+    →\to ∣| ′' ’' “" ”" ⟨\langle ⟩\rangle …\ldots ⁰^{0} ¹^{1} ²^{2} ³^{3} ⁴^{4} ⁵^{5} ⁶^{6} ⁷^{7} ⁸^{8} ⁹^{9} ⁺^{+}
+    ⁻^{-} ⁿ^{n} ₀_{0} ₁_{1} ₂_{2} ₃_{3} ₄_{4} ₅_{5} ₆_{6} ₇_{7} ₈_{8} ₉_{9} ½\frac{1}{2} ⅓\frac{1}{3} ⅔\frac{2}{3}
+    ¼\frac{1}{4} ¾\frac{3}{4} ⅕\frac{1}{5} ⅖\frac{2}{5} ⅗\frac{3}{5} ⅘\frac{4}{5} ⅙\frac{1}{6} ⅚\frac{5}{6}
+    ⅛\frac{1}{8} ⅜\frac{3}{8} ⅝\frac{5}{8} ⅞\frac{7}{8} ‰\text{permille}
+    """.split()
+}
+# Commands, each with another command, or with text that replaces it; "▁" is a space.
+_RENAMED = dict(
+    pair.split(":")
+    for pair in """
+    dfrac:frac tfrac:frac cfrac:frac dbinom:binom tbinom:binom leq:le leqslant:le leqq:le geq:ge geqslant:ge geqq:ge
+    neq:ne thickapprox:approx simeq:approx varnothing:emptyset dots:ldots cdots:ldots bigcup:cup bmod:mod pmod:mod
+    longrightarrow:to rightarrow:to pmb:text textbf:text textit:text textrm:text textnormal:text textsf:text
+    texttt:text mathrm:text mathit:text mathsf:text mathbf:text mathtt:text boldsymbol:text bm:text operatorname:text
+    mbox:text hbox:text textup:text emph:text
+    """.split()
+)
+_REPLACED = dict(
+    pair.replace("▁", " ").split(":", 1)
+    for pair in r"""
+    cdot:* ast:* div:/ lt:< gt:> lbrack:[ rbrack:] lvert:| rvert:| vert:| colon:: thinspace:\, degree:° euro:€
+    pounds:£ textdollar:¤ dollar:¤ lbrace:\{ rbrace:\} prime:' R:\mathbb{R} reals:\mathbb{R} Reals:\mathbb{R} left:
+    right: middle: big: Big: bigg: Bigg: bigl: bigr: Bigl: Bigr: biggl: biggr: displaystyle: textstyle: limits:
+    nolimits: boxed: fbox: bf: rm: it: sf: tt: quad:▁ qquad:▁ enspace:▁ hfill:▁ newline:▁ space:▁ lor:▁or▁ vee:▁or▁
+    land:▁and▁ wedge:▁and▁ large: Large: LARGE: huge: Huge: underline: ensuremath:
+    """.split()
+)
 _COMMAND = re.compile(r"\\([a-zA-Z]+)\*?[ ]?")
-_COMMA = "\ue002"  # between digits it does not separate the items of a list
-Rules = tuple[tuple[re.Pattern[str], str], ...]
+Rules = list[tuple[re.Pattern[str], str]]
 
 
-def rules(*pairs: tuple[str, str]) -> Rules:
-    """Compile pairs of a pattern and its replacement, for `rewritten`."""
-    return tuple((re.compile(pattern), replacement) for pattern, replacement in pairs)
+def rules(table: str) -> Rules:
+    """Return the patterns and replacements of a table with one pair a line, for `rewritten`; "▁" is a space."""
+    pairs = (line.partition(" =>") for line in table.strip().splitlines())
+    return [(re.compile(pattern.strip(), re.DOTALL), other.strip().replace("▁", " ")) for pattern, _, other in pairs]
 
 
-_SIGNS = rules(
-    (r"√\s*(\d+(?:\.\d+)?|[a-zA-Z])", r"\\sqrt{\1}"),
-    (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-    (r"√", r"\\sqrt"),
-    (r"(\\\\)\s*\[-?[\d.]+\s*(?:pt|em|ex|mm|cm)\]", r"\1"),  # space between rows
-    (r"\{:\}", ":"),
-    (r"\\\$", CURRENCY),
-    (r"\{" + CURRENCY + r"\}", CURRENCY),
-    (r"(?<!\\)\\%", "%"),
-    (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})", DEGREE),
-    (r"\{,\}|,\\!", _COMMA),
-    (r"\\!", ""),
-    (rf"(?<=\d)\s*{_COMMA}\s*(?=\d)", ""),
-    (_COMMA, ","),
-)
-_SPACING = rules(
-    (r"\\text\s*(?:\{\s*)?" + CURRENCY + r"(?:\s*\})?", CURRENCY),
-    (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
-    (r"(?<=\d)\s*\\,\s*(?=\d{3}(?!\d))", ""),
-    (r"\\,|(?<!\\)\\[ ;:>]|~|\\h(?:space|skip)\{[^{}]*\}", " "),
-    (r"\s+", " "),
-)
-_ARGUMENTS = rules(
-    (r"\$\$", " "),
-    (r"\$|\\[()\[\]]", ""),
-    (r"\*\*", "^"),
-    (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
-    (r"(?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z])", r"\\infty "),
-    (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-    (r"(?<![\\a-zA-Z{])(sin|cos|tan|cot|log|ln|exp|gcd|lcm)(?=[\s(\\\d^])", r"\\\1 "),
-    (r"\^\s*(-?\d+)", r"^{\1}"),
-    (r"\^\s*\(([^()]*)\)", r"^{\1}"),
-    (r"\\(frac|sqrt|binom)\s+", r"\\\1"),
-    (r"\\(frac|sqrt|binom)(\d|[a-zA-Z])", r"\\\1{\2}"),
-    (r"(\\sqrt\[[^\[\]]*\]|\\(?:frac|binom)\{[^{}]*\})\s*(\d|[a-zA-Z])", r"\1{\2}"),
-)
-_WRAPPED = re.compile(
-    r"(\$\$|\$|\*\*|\"|`)((?:(?!\1).)*)(?<!\\)\1|\\\(((?:(?!\\[()]).)*)(?<!\\)\\\)"
-    r"|\\\[((?:(?!\\[\[\]]).)*)(?<!\\)\\\]",
-    re.DOTALL,
-)
+# "¤" is a dollar sign that means money, and "‚" a comma that does not separate the items of a list.
+_SIGNS = rules(r"""
+    (?<=[\dn+-])\}[_^]\{(?=[\dn+-]+\}) =>
+    \\(?:text)?color(?:box)?\s*(?:\[\w*\])?\s*\{[^{}]*\} =>
+    [\u200b\u2061\u2062] =>
+    √\s*(\d+(?:\.\d+)?|[a-zA-Z]) => \\sqrt{\1}
+    √\s*\(([^()]*)\) => \\sqrt{\1}
+    √ => \\sqrt
+    (\\\\)\s*\[-?[\d.]+\s*(?:pt|em|ex|mm|cm)\] => \1
+    \{:\} => :
+    \\\$ => ¤
+    \{¤\} => ¤
+    (?<!\\)\\% => %
+    \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\}) => °
+    \{,\}|,\\! => ‚
+    \\! =>
+    (?<=\d)\s*‚\s*(?=\d) =>
+    ‚ => ,
+""")
+_SPACING = rules(r"""
+    \\text\s*(?:\{\s*)?¤(?:\s*\})? => ¤
+    \{((?:[^{}]|\{[^{}]*\})*)\\over(?![a-zA-Z])((?:[^{}]|\{[^{}]*\})*)\} => \\frac{\1}{\2}
+    \{((?:[^{}]|\{[^{}]*\})*)\\choose(?![a-zA-Z])((?:[^{}]|\{[^{}]*\})*)\} => \\binom{\1}{\2}
+    \^\s*(?:\{\s*('[' ]*)\}|(')) => \1\2
+    (?<=\d)\s*\\,\s*(?=\d{3}(?!\d)) =>
+    \\,|(?<!\\)\\[ ;:>]|~|\\h(?:space|skip)\{[^{}]*\} => ▁
+    \s+ => ▁
+    (?<=[\d)])\s?\\times\s?|\\times\s?(?=[-\d.(]|\\(?:frac|sqrt|pi)) => *
+""")
+_ARGUMENTS = rules(r"""
+    \$\$ => ▁
+    \$|\\[()\[\]] =>
+    \*\* => ^
+    <= => \\le▁
+    >= => \\ge▁
+    != => \\ne▁
+    :=(?!=) => =
+    \\not\s*= => \\ne▁
+    (?<![\\a-zA-Z])pi(?![a-zA-Z]) => \\pi▁
+    (?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z]) => \\infty▁
+    (?<![\\a-zA-Z])sqrt\s*\(([^()]*)\) => \\sqrt{\1}
+    (?<![\\a-zA-Z{])(sin|cos|tan|cot|log|ln|exp|gcd|lcm)(?=[\s(\\\d^]) => \\\1▁
+    \^\s*(-?\d+) => ^{\1}
+    \^\s*\(([^()]*)\) => ^{\1}
+    \\(frac|sqrt|binom)\s+ => \\\1
+    \\(frac|sqrt|binom)(\d|[a-zA-Z]) => \\\1{\2}
+    (\\sqrt\[[^\[\]]*\]|\\(?:frac|binom)\{[^{}]*\})\s*(\d|[a-zA-Z]) => \1{\2}
+""")
+_INNER = r"(?:\\.|[^{}\\]|\{(?:\\.|[^{}\\]|\{(?:\\.|[^{}\\]|\{(?:\\.|[^{}\\])*\})*\})*\})*"  # of braces
+_WRAPPERS = rules(rf"""
+    ^\s+|\s+$ =>
+    (?<!\\ldots)[.,;:\s]+$|(?<=\\ldots)\s+$|\\\\$ =>
+    ^(\$\$|\$|\*\*|"|`)((?:(?!\1).)*)(?<!\\)\1$ => \2
+    ^\\\(((?:(?!\\[()]).)*)(?<!\\)\\\)$ => \1
+    ^\\\[((?:(?!\\[\[\]]).)*)(?<!\\)\\\]$ => \1
+    ^\{{({_INNER})\}}$ => \1
+""")
+WHOLE_TEXT = rf"\\text\{{({_INNER})\}}"
+_WORDS = rules(rf"""
+    {WHOLE_TEXT} => ▁\1▁
+    {WHOLE_TEXT} => ▁\1▁
+""")
 
 
 def spelled(text: str) -> str:
     """Normalize a text: rename commands, reduce spacing, remove wrappers around the whole."""
-    text = _COMMAND.sub(_command, rewritten(_ascii(text), _SIGNS))
-    text = _unwrapped(rewritten(text, _SPACING))
+    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFC", text).translate(_SYMBOLS)).translate(_SYMBOLS)
+    text = _COMMAND.sub(_command, rewritten(text, _SIGNS))
+    text = _unwrapped(rewritten(f"{{{text}}}", _SPACING))
     if text.count("$") % 2:  # an unpaired dollar sign means money
-        text = re.sub(r"\$\s*(?=[\d.])|(?<=\d)\s*\$$", CURRENCY, text, count=1)
+        text = re.sub(r"\$\s*(?=[\d.])|(?<=\d)\s*\$$", "¤", text, count=1)
     return _unwrapped(rewritten(text, _ARGUMENTS))
 
 
 def rewritten(text: str, rules: Rules) -> str:
     """Apply replacement rules in order."""
-    for pattern, replacement in rules:
-        text = pattern.sub(replacement, text)
+    for pattern, other in rules:
+        text = pattern.sub(other, text)
     return text
 
 
-def _ascii(text: str) -> str:
-    """Replace character variants by plain characters, and Unicode fractions and powers by LaTeX."""
-    if text.isascii():
-        return text
-    parts = []
-    for script, run in itertools.groupby(unicodedata.normalize("NFC", text), _script):  # NFC composes accents
-        plain = "".join(map(_plain_character, run))
-        parts.append(f"{script}{{{plain}}}" if script else plain)
-    return "".join(parts)
-
-
-def _script(char: str) -> str:
-    kind = "" if char in _SYMBOLS else unicodedata.decomposition(char).partition(">")[0]
-    return {"<super": "^", "<sub": "_"}.get(kind, "")
-
-
-def _plain_character(char: str) -> str:
-    plain = _SYMBOLS.get(char) or unicodedata.normalize("NFKC", char).translate(_TABLE)
-    if unicodedata.decomposition(char).startswith("<fraction>"):
-        return "\\frac{{{}}}{{{}}}".format(*plain.split("/"))
-    return plain
+def words_of(text: str) -> str:
+    r"""Remove `\text{}` around words."""
+    return rewritten(text, _WORDS)
 
 
 def _command(match: re.Match[str]) -> str:
@@ -143,31 +146,15 @@ def _command(match: re.Match[str]) -> str:
 
 def _unwrapped(text: str) -> str:
     """Remove wrappers around the whole text: whitespace, `$`, braces, quotes, the final period."""
-    while True:
-        before = text
-        text = text.strip().rstrip(".,;: ").rstrip() if not text.endswith("\\ldots") else text
-        text = text.removesuffix("\\\\").strip()
-        if (wrapped := _WRAPPED.fullmatch(text)) is not None:
-            text = wrapped[wrapped.lastindex or 0]
-        if text.startswith("{") and closing(text, 0) == len(text) - 1:
-            text = text[1:-1]
-        if text == before:
-            return text
-
-
-def closing(text: str, start: int) -> int:
-    """Return the index of the brace that closes the one at `start`, or -1. Escaped braces do not count."""
-    depth = 0
-    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if depth == 0:
-            return found.start()
-    return -1
+    while (bare := rewritten(text, _WRAPPERS)) != text:
+        text = bare
+    return text
 
 
 _TOKEN = re.compile(r"\\(begin|end)\s*\{[a-zA-Z]+\*?\}|\\(?:[a-zA-Z]+|.)?|.", re.DOTALL)
-_OPENS = {"begin": "env", "\\{": "{s", "\\langle": "<", "\\lfloor": "f", "\\lceil": "c", "(": "(", "[": "(", "{": "{"}
-_CLOSES = {"end": "env", "\\}": "{s", "\\rangle": "<", "\\rfloor": "f", "\\rceil": "c", ")": "(", "]": "(", "}": "{"}
+_KINDS = "env {s < f c ( ( {".split()
+_OPENS = dict(zip(r"begin \{ \langle \lfloor \lceil ( [ {".split(), _KINDS, strict=True))
+_CLOSES = dict(zip(r"end \} \rangle \rfloor \rceil ) ] }".split(), _KINDS, strict=True))
 
 
 def levels(text: str) -> list[int] | None:

@@ -1,20 +1,20 @@
-r"""Parsing of answers to numbers, texts, intervals, sets, relations and so on, from their normalized notation.
+r"""Parsing of answers to numbers, words, intervals, sets, relations and so on, from their normalized notation.
 
-Only the structure and numbers are parsed here; formulas with letters or functions are left to math-verify (`Formula`).
-The kinds are never confused: `(1,2)` is not `\{1,2\}`, `BC` is not `CB`, and `x > 5` is not 5. This module imports only
-the notation, because worker processes run it, too.
+Only the structure and numbers are parsed here; formulas with letters or functions are left to math-verify. The kinds
+are never confused: `(1,2)` is not `\{1,2\}`, `BC` is not `CB`, and `x > 5` is not 5. This module imports only the
+notation, because the process that asks the workers runs it, too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from .notation import CURRENCY, DEGREE, FUNCTIONS, closing, compact, levels, spelled, split
-from .units import UNITS, magnitude, unit_of
+from .notation import FUNCTIONS, WHOLE_TEXT, compact, levels, rewritten, rules, spelled, split, words_of
+from .units import unit_of
 
 MAX_NUMBER_CHARS = 2_000  # most digits, and largest power of ten
 MAX_KEY_DEPTH = 20  # most nested brackets of an answer that is compared by value
@@ -25,129 +25,62 @@ class UnreadableError(ValueError):
 
 
 @dataclass(frozen=True)
-class Text:
-    """Words, the letter of a choice, a date: compared literally, except for punctuation and the case of words."""
-
-    words: str
-
-    def key(self) -> str:
-        """Return a key that is equal for equal texts."""
-        bare = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", self.words).strip()
-        bare = re.sub(r"^(?:an?|the)\s+(?=\S\S)", "", bare, flags=re.IGNORECASE)
-        bare = re.sub(r"\.(?!\d)|(?<=[^\W\d])\.", " ", re.sub("[\"']", "", bare))  # but no decimal point
-        bare = compact(bare.strip()).strip("()[],;:")
-        return bare if len(bare) == 1 else bare.casefold()
-
-
-@dataclass(frozen=True)
-class Number:
-    """A rational number, written as a literal.
+class Value:
+    r"""An answer.
 
     Attributes:
-        value: The number.
-        form: integer, decimal, fraction, mixed, repeating or scientific.
+        kind: What it is:
+
+            - `words`: words, the letter of a choice, or a date;
+            - `formula`: a formula for math-verify;
+            - `number`: the literal of a number;
+            - `name`: a value that `text` names, as in `x = 5`, perhaps after the steps that lead to it;
+            - `unit`: a value with the unit, percent sign or currency `text`;
+            - `relation`: the sides of a relation, or of a chain of them, with the signs `text`;
+            - `list`: a set, or values joined by `text`, in any order;
+            - `union`: a union of intervals and sets;
+            - brackets such as `[)`, and other kinds of ordered parts.
+
+        parts: The values that it consists of.
+        text: Words, LaTeX, name, unit, signs, or `fraction` for a number of this form.
+        number: The number.
         digits: Significant digits of a decimal.
     """
 
-    value: Fraction
-    form: str
+    kind: str
+    parts: tuple[Value, ...] = ()
+    text: str = ""
+    number: Fraction = Fraction(0)
     digits: int = 0
 
-
-@dataclass(frozen=True)
-class Based:
-    """Digits with a base: `2516_8`."""
-
-    digits: str
-    base: int
-
-
-@dataclass(frozen=True)
-class Formula:
-    """A formula for math-verify, in LaTeX."""
-
-    latex: str
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A value with a unit, a percent sign or a currency."""
-
-    value: Value
-    unit: str
-    suffix: str = ""
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """`2:3`."""
-
-    terms: tuple[Value, ...]
-
-
-@dataclass(frozen=True)
-class Bracketed:
-    """A point, a vector, an interval or a matrix of rows: ordered values in brackets. Sets are `Several`."""
-
-    left: str
-    items: tuple[Value, ...]
-    right: str
-
-
-@dataclass(frozen=True)
-class Several:
-    """Values in any order: a set or a list of solutions.
-
-    Attributes:
-        items: The values.
-        how: How they are joined: "or", "and", ",", "set" or "+-".
-    """
-
-    items: tuple[Value, ...]
-    how: str = ","
-
     def names(self) -> set[str]:
-        """Return the different names of the values; those of indexed ones, such as `x_1` and `x_2`, are the same."""
-        return {item.name.partition("_")[0] for item in self.items if isinstance(item, Named)}
+        """Return the different names of a list's values; those of `x_1` and `x_2` are the same."""
+        return {part.text.partition("_")[0] for part in self.parts if part.kind == "name"}
 
 
-@dataclass(frozen=True)
-class Union:
-    """A union of intervals and sets."""
-
-    items: tuple[Value, ...]
-
-
-@dataclass(frozen=True)
-class Relation:
-    """A relation such as `a < b`, or a chain of relations."""
-
-    parts: tuple[Value, ...]
-    signs: tuple[str, ...]
+def key_of_words(words: str) -> str:
+    """Return a key that is equal for equal words: punctuation and the case of words do not count."""
+    bare = compact(rewritten(words_of(words), _PUNCTUATION).strip()).strip("()[],;:")
+    return bare if len(bare) == 1 else bare.casefold()
 
 
-@dataclass(frozen=True)
-class Named:
-    """A value with a name: `x = 5`."""
-
-    name: str
-    value: Value
-
-
-Value = Text | Number | Based | Formula | Measured | Ratio | Bracketed | Several | Union | Relation | Named
-
-_REALS = Bracketed("(", (Formula("-\\infty"), Formula("\\infty")), ")")
-_CONSTANTS: dict[str, Value] = {"\\emptyset": Several((), "set"), "\\mathbb{R}": _REALS}
+_PUNCTUATION = rules(r"""
+    ^\s*(?i:an?|the)\s+(?=\S\S) =>
+    ["'] =>
+    \.(?!\d)|(?<=[^\W\d])\. => ▁
+""")
+INFINITE = (Value("formula", text="-\\infty"), Value("formula", text="\\infty"))
+_CONSTANTS = {"\\emptyset": Value("list", text="set"), "\\mathbb{R}": Value("()", INFINITE)}
 _LIST = r",?\s*\\text\{\s*,?\s*(?:or|and|or else)\s*\}|,?\s+(?:and|or)\s+|[,;]"
 # Notation that math-verify does not support: compared literally.
 _SIGNS_ONLY = re.compile(r"\\(?:angle|ldots|(?:big)?star|mathcal|bigcirc|square)(?![a-zA-Z])|\\begin\{cases\}")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _SIGNS = (
-    r":=|<=|>=|!=|(?:\\not\s*)?(?:[=<>]|\\(?:le|ge|ne|approx|equiv|sim|cong|in|notin|subset|subseteq|supset|parallel"
+    r"(?:\\not\s*)?(?:[=<>]|\\(?:le|ge|ne|approx|equiv|sim|cong|in|notin|subset|subseteq|supset|parallel"
     r"|perp|mid|to|propto|Rightarrow|implies|iff|ll|gg|mod)(?![a-zA-Z]))|\\not(?![a-zA-Z])"
 )
-_SAME_SIGN = {"<=": "\\le", ">=": "\\ge", "!=": "\\ne", ":=": "=", "\\not=": "\\ne"}
+_TURNED = {">": "<", "\\ge": "\\le"}
 _PLUS_MINUS = r"\\pm(?![a-zA-Z])"
 _NAME = re.compile(
     r"(?:\\text\{[^{}]*\}|\\?[a-zA-Z]+'*|\\(?:angle|overline|triangle|vec|hat)\s*\{?\s*[a-zA-Z]+\}?)"
@@ -160,18 +93,67 @@ _SMALL_WORDS = frozenset(
     " on one or our out per she so than the to too two up us was we who why yes yet you cm mm km kg mg ml lb oz ft in"
     " hr min sec".split()
 )
-_MONTHS = "january february march april may june july august september october november december".split()
-_MONTH = rf"(?P<month>{'|'.join(rf'{month[:3]}(?:{month[3:]})?' for month in _MONTHS)})\.?"
-_DAY, _YEAR = r"(?P<day>\d{1,2})(?:st|nd|rd|th)?", r"(?P<year>\d{4})"
-_DATES = (
-    re.compile(rf"{_YEAR}[-/.](?P<month>\d{{1,2}})[-/.](?P<day>\d{{1,2}})"),
-    re.compile(rf"(?:\w+day,? )?{_MONTH} {_DAY}(?:,? {_YEAR})?"),
-    re.compile(rf"(?:the )?{_DAY}(?: of)? {_MONTH}(?:,? {_YEAR})?"),
-    re.compile(rf"{_MONTH},? {_YEAR}"),
-)
-_TIME = r"(\d{1,2}):(?:(\d\d)\s*([ap]\.?\s?m)\.?|(0\d))"  # no ratio has a term like 05
-_NUMERALS = "two three four five six seven eight nine ten eleven twelve".split()
-_BASES = {**{name: base for base, name in enumerate(_NUMERALS, 2)}, "sixteen": 16}
+_FRENCH = rules(r"""
+    \]([^][]*[,;][^][]*)([][]) => (\1\2
+    ([\[(])([^][()]*[,;][^][()]*)\[ => \1\2)
+""")
+_DATES = rules(r"""
+    ^\s+|\s+$ =>
+    \s+ => ▁
+    ^(\w+day,? )?(the )?(?=.*\d) =>
+    \bjan(uary)?\b\.? => @1@
+    \bfeb(ruary)?\b\.? => @2@
+    \bmar(ch)?\b\.? => @3@
+    \bapr(il)?\b\.? => @4@
+    \bmay\b => @5@
+    \bjune?\b\.? => @6@
+    \bjuly?\b\.? => @7@
+    \baug(ust)?\b\.? => @8@
+    \bsept?(ember)?\b\.? => @9@
+    \boct(ober)?\b\.? => @10@
+    \bnov(ember)?\b\.? => @11@
+    \bdec(ember)?\b\.? => @12@
+    ^(\d{4})([-/.])0?(\d{1,2})\2 ?0?(\d{1,2})$ => @date▁\1-\3-\4
+    ^@(\d+)@ 0?(\d{1,2})(?:st|nd|rd|th)?(?:,? (\d{4}))?$ => @date▁\3-\1-\2
+    ^0?(\d{1,2})(?:st|nd|rd|th)?(?: of)? @(\d+)@(?:,? (\d{4}))?$ => @date▁\3-\2-\1
+    ^@(\d+)@,? (\d{4})$ => @date▁\2-\1-
+    ^0?(\d{1,2}):(\d\d)\s*([ap])\.?\s?m\.?$ => @time▁\1:\2▁\3m
+    ^0?(\d{1,2}):(0\d)$ => @time▁\1:\2
+""")
+_UNITS = rules(r"""
+    ^(-?)\s*([¤€£¥₹])\s*(-?[^-]*?)\s*((?:\\text\{\s*)?(?:/|per|a |[a-z]+(?:ars|red|and|ion)\b).*|)$ => \1\3\2\4
+    ^([\d.,+ -]*\d)\s*(\D?)(\\text\{)?\s*hundred\b => \1e2\2\3
+    ^([\d.,+ -]*\d)\s*(\D?)(\\text\{)?\s*thousand\b => \1e3\2\3
+    ^([\d.,+ -]*\d)\s*(\D?)(\\text\{)?\s*million\b => \1e6\2\3
+    ^([\d.,+ -]*\d)\s*(\D?)(\\text\{)?\s*billion\b => \1e9\2\3
+    ^([\d.,+ -]*\d)\s*(\D?)(\\text\{)?\s*trillion\b => \1e12\2\3
+    \\text\{\s*\}$ =>
+""")
+# Determinants, in vmatrix, are another kind.
+_MATRICES = rules(r"""
+    ^[(\[]\s*\\begin\s*\{(?:array|matrix)\}(?:\{[clr| ]*\})? => \\begin{pmatrix}
+    \\end\s*\{(?:array|matrix)\}\s*[)\]]$ => \\end{pmatrix}
+    \\(begin|end)\s*\{[pb]matrix\} => \\\1{pmatrix}
+""")
+_BASES = rules(r"""
+    ^\s+|\s+$ =>
+    \s+ => ▁
+    ,? \(?(?:in )?base[ -](\w+)\)?$ => _{\1}
+    _\s*\{?\s*\(?(?:base )?(\w+)\)?\s*\}?$ => _{\1}
+    ^\(?([0-9A-Za-z. ]+?)\)?_ => \1_
+    _\{two\} => _{2}
+    _\{three\} => _{3}
+    _\{four\} => _{4}
+    _\{five\} => _{5}
+    _\{six\} => _{6}
+    _\{seven\} => _{7}
+    _\{eight\} => _{8}
+    _\{nine\} => _{9}
+    _\{ten\} => _{10}
+    _\{eleven\} => _{11}
+    _\{twelve\} => _{12}
+    _\{sixteen\} => _{16}
+""")
 
 
 def read(text: str) -> Value:
@@ -181,10 +163,10 @@ def read(text: str) -> Value:
         UnreadableError: It is in no known notation.
     """
     text = spelled(text).strip()
-    if re.fullmatch(r"\][^][]*,[^][]*\[", text):  # French notation of an open interval
-        text = f"({text[1:-1]})"
-    if text.startswith("\\text{") and closing(text, 5) == len(text) - 1:
-        text = spelled(text[6:-1])
+    if levels(text) is None:  # the French notation of an open end
+        text = rewritten(text, _FRENCH)
+    if (found := re.fullmatch(WHOLE_TEXT, text, re.DOTALL)) is not None:
+        text = spelled(found[1])
     if not text:
         raise UnreadableError("the answer is empty")
     return next(value for reader in _READERS if (value := reader(text)) is not None)
@@ -204,83 +186,64 @@ def value_key(text: str) -> str:
         return words
     try:
         value = read(text)
-        return " ".join(_plain(value.words).split()) if isinstance(value, Text) else _key(value)
+        return " ".join(words_of(value.text).split()) if value.kind == "words" else str(_key(value))
     except (ValueError, RecursionError):  # in no known notation, or a number with too many digits to print
         return words
 
 
-def _key(value: Value | str | int | tuple[Any, ...]) -> str:
-    match value:
-        case str() | int():
-            return str(value)
-        case tuple():
-            return _joined(map(_key, value))
-        case Number(number):
-            return str(number)
-        case Text():
-            return value.key()
-        case Formula(latex):
-            return "".join(latex.split())
-        case Several(items) if len(value.names()) > 1:
-            named = ((item.name, _key(item)) if isinstance(item, Named) else ("", _key(item)) for item in items)
-            return _joined(["Several", *sorted(map(_joined, named))])
-        case Several(items):
-            return _joined(["Several", *sorted(map(_key, items))])
-        case Named(_, inner):
-            return _key(inner)
-        case Measured(inner, unit):
-            return _joined(["Measured", _key(inner), unit])
-    return _joined([type(value).__name__, *map(_key, vars(value).values())])
-
-
-def _joined(keys: Iterable[str]) -> str:
-    """Join keys so that each list of them has its own text. A `repr` would grow exponentially with the nesting."""
-    return "".join(f"{len(key)}:{key}" for key in keys)
+def _key(value: Value) -> Any:
+    keys = list(map(_key, value.parts))
+    match value.kind:
+        case "number":
+            return str(value.number)
+        case "words":
+            return key_of_words(value.text)
+        case "formula":
+            return "".join(value.text.split())
+        case "name":
+            return keys[-1]
+        case "list":
+            names = [part.text for part in value.parts] if len(value.names()) > 1 else [""] * len(keys)
+            return ["list", *sorted(zip(names, keys, strict=True), key=str)]
+    return [value.kind, value.text, *keys]
 
 
 def _date(text: str) -> Value | None:
-    bare = re.sub(r"\s+", " ", _plain(text)).strip().casefold()
-    for pattern in _DATES:
-        if (found := pattern.fullmatch(bare)) is not None:
-            part = {"day": None, **found.groupdict()}
-            named = (n for n, name in enumerate(_MONTHS, 1) if str(part["month"]).startswith(name[:3]))
-            month = next(named, None) or int(str(part["month"]))
-            return Text(f"date {part['year'] or '?'}-{month}-{int(part['day']) if part['day'] else '?'}")
-    if (found := re.fullmatch(_TIME, bare)) is not None:
-        return Text(f"time {int(found[1])}:{found[2] or found[4]}{re.sub('[^apm]', '', found[3] or '')}")
-    return None
+    date = rewritten(words_of(text).casefold(), _DATES)
+    return Value("words", text=date) if date.startswith(("@date", "@time")) else None
 
 
 def _choice(text: str) -> Value | None:
-    found = re.fullmatch(r"\(?\s*([A-Z])\s*\)?", _plain(text).strip())
-    return Text(found[1]) if found is not None else None
+    found = re.fullmatch(r"(?:(?i:option|choice|answer)\s)?\s*\(?\s*([A-Z])\s*\)?", words_of(text).strip())
+    return Value("words", text=found[1]) if found is not None else None
 
 
 def chosen(text: str) -> str | None:
     """Return the letter of an answer that gives a choice with its value, such as `(B) 12`."""
-    found = re.fullmatch(r"\(?\s*([A-Z])\s*[).:](?!\s*[=<>+*/^-])\s*(.*)", _plain(spelled(text)).strip(), re.DOTALL)
-    if found is None or re.search(
-        r"(?<![a-zA-Z\\])[A-Z](?![a-zA-Z])|(?<![a-zA-Z])(?:or|and|not)(?![a-zA-Z])", found[2]
-    ):
-        return None
-    return found[1]
+    found = re.fullmatch(r"\(?\s*([A-Z])\s*[).:](?!\s*[=<>+*/^-])\s*(.*)", words_of(spelled(text)).strip(), re.DOTALL)
+    return found[1] if found is not None and not _NOT_CHOSEN.search(found[2]) else None
+
+
+# Another letter, a verdict on the choice, or a verb of which it is the subject.
+_NOT_CHOSEN = re.compile(
+    r"(?<![a-zA-Z\\])(?:[A-Z]|(?i:or|and|not|never|incorrect|wrong|maybe|perhaps|[a-z]*n't))(?![a-zA-Z])"
+    r"|^(?i:is|are|was|does|did|has|can|cannot|could|may|might|must|will|would|should|fails?|seems?|looks?)(?![a-z])"
+)
 
 
 def _words(text: str) -> Value | None:
     """Words only, without mathematical signs."""
-    plain = _plain(text)
+    plain = words_of(text)
     if re.fullmatch(r"all real(?:s| numbers)?", plain.strip().casefold()):
-        return _REALS
+        return _CONSTANTS["\\mathbb{R}"]
     words = _WORD.findall(plain)
-    if re.search(rf"[\\^_={{}}<>|+*/%0-9{CURRENCY}{DEGREE}]", plain) or not words or FUNCTIONS.intersection(words):
+    is_list = split(plain, _LIST)[1]
+    if re.search(r"[\\^_={}<>|+*/%0-9¤°?]", plain) or not words or is_list or FUNCTIONS.intersection(words):
         return None
-    parts, marks = split(plain, _LIST)
-    if len(parts) > 1 and all(part.strip() for part in parts):
-        return Several(tuple(Text(part.strip()) for part in parts), _joint(marks))
-    return Text(plain)
+    return Value("words", text=plain)
 
 
-def _several(text: str) -> Value | None:
+def _list(text: str) -> Value | None:
     depth = levels(text)
     if depth is None:
         raise UnreadableError(f"the brackets of {text!r:.200} do not match")
@@ -289,33 +252,32 @@ def _several(text: str) -> Value | None:
     parts, marks = split(joined, _LIST)
     if not marks:
         return None if joined == text else read(joined)
-    given = [(mark, part) for mark, part in zip(["", *marks], parts, strict=True) if part.strip()]
+    given = [part for part in parts if part.strip()]
     if len(given) < 2:
-        return read(given[0][1] if given else "")
-    items = tuple(read(part) for _, part in given)
-    match items:
-        case Named(name), *values if not any(isinstance(item, Named | Relation) for item in values):  # x = 1, 2
-            items = (items[0], *(Named(name, item) for item in values))
-        case ((Number() | Formula()), *_, Measured(_, unit)):  # 3 and 5 cm
-            items = tuple(Measured(item, unit) if isinstance(item, Number | Formula) else item for item in items)
-    return Several(_flat(items), _joint([mark for mark, _ in given]))
+        return read("".join(given))
+    items = tuple(map(read, given))
+    first, *others = items
+    last = items[-1]
+    if first.kind == "name" and not {item.kind for item in others} & {"name", "relation"}:  # x = 1, 2
+        items = (first, *(Value("name", (item,), first.text) for item in others))
+    elif last.kind == "unit" and first.kind in ("number", "formula"):  # 3 and 5 cm
+        items = tuple(item if item.kind == "unit" else Value("unit", (item,), last.text) for item in items)
+    return Value("list", _flat(items), _joint(marks))
 
 
 def _joint(marks: list[str]) -> str:
-    words = {word for mark in marks for word in re.findall("or|and", mark)}
+    words = set(re.findall("or|and", " ".join(marks)))
     return words.pop() if len(words) == 1 else ","
 
 
 def _flat(items: tuple[Value, ...]) -> tuple[Value, ...]:
     """Replace each pair such as 1 +- 2 by its two values."""
-    return tuple(
-        one for item in items for one in (item.items if isinstance(item, Several) and item.how == "+-" else (item,))
-    )
+    return tuple(one for item in items for one in (item.parts if item.text == "+-" else (item,)))
 
 
 def _union(text: str) -> Value | None:
     parts, marks = split(text, r"\\cup(?![a-zA-Z])|(?<=[)\]}])\s*[Uu]\s*(?=[(\[\\])")
-    return Union(tuple(map(read, parts))) if marks else None
+    return Value("union", tuple(map(read, parts))) if marks else None
 
 
 def _relation(text: str) -> Value | None:
@@ -324,22 +286,19 @@ def _relation(text: str) -> Value | None:
     parts, marks = split(text, _SIGNS)
     if not marks:
         return None
-    parts, bare = [part.strip() for part in parts], [re.sub(r"\s", "", mark) for mark in marks]
-    signs = tuple(_SAME_SIGN.get(mark, mark) for mark in bare)
-    if signs == ("\\in",) and _is_name(parts[0]):
+    parts, signs = [part.strip() for part in parts], [re.sub(r"\s", "", mark) for mark in marks]
+    if signs == ["\\in"] and _is_name(parts[0]):
         return read(parts[1])  # x in a set: the set
     if not all(parts[1:]):
         raise UnreadableError(f"{text!r:.200} lacks a side")
-    if signs == ("=",) and _is_name(parts[1]) and not _is_name(parts[0]):
-        parts = parts[::-1]
-    values = tuple(read(part) if part else Text("") for part in parts)
+    if signs == ["="] and _is_name(parts[1]) and not _is_name(parts[0]):
+        parts.reverse()
     if set(signs) == {"="} and _is_name(parts[0]):
-        value = values[1] if len(values) == 2 else Relation(values[1:], signs[1:])
-        return Named(re.sub(r"[\s{}]|\\text", "", parts[0]), value)
-    turned = {">": "<", "\\ge": "\\le"}
-    if all(sign in turned for sign in signs):
-        return Relation(values[::-1], tuple(turned[sign] for sign in signs[::-1]))
-    return Relation(values, signs)
+        return Value("name", tuple(map(read, parts[1:])), re.sub(r"[\s{}]|\\text", "", parts[0]))
+    values = tuple(read(part) if part else Value("words") for part in parts)
+    if all(sign in _TURNED for sign in signs):
+        return Value("relation", values[::-1], " ".join(_TURNED[sign] for sign in signs[::-1]))
+    return Value("relation", values, " ".join(signs))
 
 
 def _is_name(text: str) -> bool:
@@ -348,12 +307,9 @@ def _is_name(text: str) -> bool:
 
 
 def _plus_minus(text: str) -> Value | None:
-    parts, marks = split(text, _PLUS_MINUS)
-    if not marks and re.match(r"-?\\frac", text):
-        parts = re.split(_PLUS_MINUS, text)
-    if len(parts) != 2 or not parts[1].strip():
+    if len(re.findall(_PLUS_MINUS, text)) != 1:
         return None
-    return Several(tuple(read(sign.join(parts).strip().lstrip("+")) for sign in "+-"), "+-")
+    return Value("list", tuple(read(re.sub(_PLUS_MINUS, sign, text).lstrip("+ ")) for sign in "+-"), "+-")
 
 
 def _bracketed(text: str) -> Value | None:
@@ -366,66 +322,44 @@ def _bracketed(text: str) -> Value | None:
         sides, marks = split(inner, r"\\mid(?![a-zA-Z])|\||:")
         if len(marks) == 1 and _is_name(sides[0].partition("\\in")[0]):
             return read(sides[1])  # {x : x > 2}
-        return Several(_flat(tuple(map(read, parts))) if inner.strip() else (), "set")
-    if len(parts) == 1 and (left, right) == ("(", ")"):
+        return Value("list", _flat(tuple(map(read, parts))) if inner.strip() else (), "set")
+    if len(parts) == 1 and left + right == "()":
         return read(inner)
-    if not all(part.strip() for part in parts):
-        return None
-    return Bracketed(left, tuple(map(read, parts)), right)
+    return Value(left + right, tuple(map(read, parts))) if all(part.strip() for part in parts) else None
 
 
 def _matrix(text: str) -> Value | None:
-    found = re.fullmatch(
-        r"\\begin\s*\{([pbvBV]?matrix|smallmatrix)\}(.*)\\end\s*\{\1\}", text, re.DOTALL
-    ) or re.fullmatch(
-        r"[(\[]\s*\\begin\s*\{(array|matrix)\}(?:\{[clr| ]*\})?(.*)\\end\s*\{\1\}\s*[)\]]", text, re.DOTALL
-    )
-    if found is None:
+    found = re.fullmatch(r"\\begin\{(\w+)\}(.*)\\end\{\1\}", rewritten(text, _MATRICES), re.DOTALL)
+    if found is None or "matrix" not in found[1]:
         return None
-    kind = "matrix" if found[1] in ("pmatrix", "bmatrix", "array") else found[1]  # determinants are another kind
     rows = [split(row, "&")[0] for row in split(found[2], r"\\\\(?:\[[^\]]*\])?")[0] if row.strip()]
-    return Bracketed(kind, tuple(Bracketed("row", tuple(map(read, cells)), "row") for cells in rows), kind)
+    return Value(found[1], tuple(Value("row", tuple(map(read, cells))) for cells in rows))
 
 
 def _based(text: str) -> Value | None:
-    plain = re.sub(r"\s+", " ", _plain(text)).strip()
-    found = re.fullmatch(
-        r"\(?([0-9A-Za-z]*\d[0-9A-Za-z. ]*|[0-9A-Fa-f]+)\)?_\{?\s*\(?(?:base )?(\w+)\)?\s*\}?", plain
-    ) or re.fullmatch(r"\(?([0-9A-Za-z. ]*\d[0-9A-Za-z. ]*?)\)?,? \(?(?:in )?base[ -](\w+)\)?", plain)
+    found = re.fullmatch(r"([0-9A-Za-z. ]+)_\{(\d\d?)\}", rewritten(words_of(text), _BASES))
     if found is None:
         return None
-    base = _BASES.get(found[2].casefold()) or (int(found[2]) if re.fullmatch("[0-9]{1,2}", found[2]) else 0)
-    digits = found[1].replace(" ", "").casefold()
-    if not 2 <= base <= 36 or (not re.search("[0-9]", digits) and (base < 11 or len(digits) < 2)):
+    digits, base = found[1].replace(" ", "").casefold(), int(found[2])
+    is_hexadecimal = re.fullmatch("[0-9a-f]{2,}", digits) and base > 10
+    if not 2 <= base <= 36 or not (is_hexadecimal or re.search("[0-9]", digits)):
         return None
-    return Based(digits.lstrip("0") or "0", base)
+    return Value(f"base {base}", (Value("words", text=digits.lstrip("0") or "0"),))
 
 
-def _measured(text: str) -> Value | None:
-    sign = re.match(r"\s*(-?)\s*([" + CURRENCY + r"€£¥₹])\s*(-?)", text)
-    if sign is not None:
-        inner, unit = read(sign[1] + sign[3] + text[sign.end() :]), UNITS[sign[2]]
-        value, rate = (inner.value, inner.unit) if isinstance(inner, Measured) else (inner, "")
-        if rate == unit:
-            return inner
-        if not isinstance(value, Number | Formula) or not (rate + "/").startswith("/"):
-            return None
-        return Measured(value, unit + rate, sign[2])
-    found = re.search(r"\\text\{|%|(?<![\\a-zA-Z{])[a-zA-Z]{2,}|[" + CURRENCY + DEGREE + r"€£¥₹¢]", text)
+def _unit(text: str) -> Value | None:
+    text = rewritten(text, _UNITS)
+    found = re.search(r"\\text\{|%|(?<![\\a-zA-Z{])[a-zA-Z]{2,}|[¤°€£¥₹¢]", text)
     depth = levels(text)
-    if found is None or depth is None or depth[found.start()]:
-        return None
-    core, suffix = text[: found.start()].strip(), text[found.start() :].strip()
-    scale, rest = magnitude(_plain(suffix))
-    known = unit_of(rest) if rest else ""
-    if not core or core[-1] in "+-*/^_=<>(" or known is None:
+    if found is None or depth is None:
+        return _number(text)
+    core = text[: found.start()].strip()
+    unit = unit_of(words_of(text[found.start() :]))
+    is_angle = unit == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])", core)
+    if depth[found.start()] or not core or core[-1] in "+-*/^_=<>(" or unit is None or is_angle:
         return None
     value = read(core)
-    if isinstance(value, Number) and scale != 1:
-        value = Number(value.value * scale, "decimal")
-    elif not isinstance(value, Number | Formula | Ratio) or scale != 1:
-        return None
-    return Measured(value, known, suffix) if known else value
+    return Value("unit", (value,), unit) if value.kind in ("number", "formula", ":") else None
 
 
 def _ratio(text: str) -> Value | None:
@@ -433,192 +367,62 @@ def _ratio(text: str) -> Value | None:
     if not marks or not all(part.strip() for part in parts):
         return None
     terms = tuple(map(read, parts))
-    return Ratio(terms) if all(isinstance(term, Number | Formula) for term in terms) else None
+    return Value(":", terms) if {term.kind for term in terms} <= {"number", "formula"} else None
 
 
-_INTEGER = r"\d+|\d{1,3}(?:[ ,]\d{3})+"
-_DECIMAL = rf"(?:{_INTEGER})(?:\.\d*)?|\.\d+"
-_TERM = rf"(?:[+-]\s*)?(?:{_DECIMAL})"
-_LITERALS = (
-    ("plain", re.compile(rf"(?P<whole>{_TERM})")),
-    ("scientific", re.compile(r"(?P<whole>[+-]?(?:\d+(?:\.\d*)?|\.\d+))[eE](?P<power>[+-]?\d+)")),
-    (
-        "scientific",
-        re.compile(rf"(?:(?P<whole>{_TERM})\s*\*\s*)?(?P<sign>-?)10\s*\^\s*\{{\s*(?P<power>[+-]?\s*\d+)\s*\}}"),
-    ),
-    (
-        "fraction",
-        re.compile(rf"(?P<sign>[+-]?)\s*\\frac\s*\{{\s*(?P<above>{_TERM})\s*\}}\s*\{{\s*(?P<below>{_TERM})\s*\}}"),
-    ),
-    ("fraction", re.compile(rf"(?P<sign>[+-]?)\s*(?P<above>{_DECIMAL})\s*/\s*(?P<below>-?\s*(?:{_DECIMAL}))")),
-    ("repeating", re.compile(r"(?P<sign>[+-]?)\s*(?P<whole>\d*\.(?P<fixed>\d*))\\overline\s*\{\s*(?P<above>\d+)\s*\}")),
-    (
-        "mixed",
-        re.compile(r"(?P<sign>[+-]?)\s*(?P<whole>\d+)\s*\\frac\s*\{\s*(?P<above>\d+)\s*\}\s*\{\s*(?P<below>\d+)\s*\}"),
-    ),
-    ("mixed", re.compile(r"(?P<sign>[+-]?)\s*(?P<whole>\d+)\s+(?:and\s+)?(?P<above>\d+)\s*/\s*(?P<below>\d+)")),
+_LITERALS = rules(r"""
+    (?<![a-zA-Z}^_\]])\{(\d+)\} => \1
+    \{\}$ =>
+    \s*\\frac\s*\{\s*([^{}]+?)\s*\}\s*\{\s*([^{}]+?)\s*\} => ▁\1/\2
+    ^([+-]?)\s+ => \1
+    (?<!\d{4})(?:,(?=\d{3}(?!\d))|\s(?=\d{3}(?![\d/]))) =>
+    ^(-?)10\s*\^ => \g<1>1*10^
+    \s*\*\s*10\s*\^\s*\{\s*([+-]?)\s*(\d+)\s*\}$ => e\1\2
+    \s*/\s* => /
+    \s+and\s+ => ▁
+""")
+_NUMBER = re.compile(
+    r"([+-]?)(?:(\d+)\s+(?=\d+/))?((?=\.?\d|\.\\)\d*\.?\d*)(?:\\overline\s*\{\s*(\d+)\s*\})?(?:[eE]([+-]?\d{1,4}))?"
+    r"(?:/([+-]?(?:\d+\.?\d*|\.\d+)))?"
 )
 
 
-def _number(text: str) -> Number | None:
+def _number(text: str) -> Value | None:
     """Parse the literal of a number. `25 * 17` is not a literal."""
-    text = re.sub(r"(?<![a-zA-Z}^_\]])\{(\d+)\}", r"\1", text.strip().removesuffix("{}"))
-    if len(text) > MAX_NUMBER_CHARS:
+    found = _NUMBER.fullmatch(rewritten(text, _LITERALS)) if len(text) <= MAX_NUMBER_CHARS else None
+    if found is None:
         return None
-    for form, pattern in _LITERALS:
-        if (found := pattern.fullmatch(text)) is not None:
-            part = found.groupdict()
-            whole = part.get("whole") or ("1" if form == "scientific" else "0")
-            above, below, power = part.get("above") or "0", part.get("below") or "1", part.get("power") or "0"
-            if form == "repeating":
-                below = "9" * len(above) + "0" * len(part["fixed"])
-            if not _exact(below) or abs(_exact(power)) > MAX_NUMBER_CHARS:
-                return None
-            value = (_exact(whole) + _exact(above) / _exact(below)) * Fraction(10) ** int(_exact(power))
-            if form == "plain":
-                form = "decimal" if "." in whole.rstrip(".") else "integer"
-            digits = 0 if "above" in part else len(re.sub(r"\D", "", whole).lstrip("0"))
-            return Number(-value if part.get("sign") == "-" else value, form, digits)
-    return None
-
-
-def _exact(text: str) -> Fraction:
-    return Fraction(re.sub(r"[\s,]", "", text).rstrip(".") or "0")
+    sign, whole, above, repeated, power, below = found.groups("")
+    if not Fraction(below or 1) or abs(int(power or 0)) > MAX_NUMBER_CHARS:
+        return None
+    value = Fraction(f"0{above}")
+    if repeated:
+        value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(above.partition(".")[2]))
+    value = int(whole or 0) + value * Fraction(10) ** int(power or 0) / Fraction(below or 1)
+    digits = 0 if below else len(above.replace(".", "").lstrip("0"))
+    return Value(
+        "number", text="fraction" if below and not whole else "", number=-value if sign == "-" else value, digits=digits
+    )
 
 
 def _formula(text: str) -> Value:
     """Everything else: formulas, and texts that are not formulas."""
     if _SIGNS_ONLY.search(text):
-        return Text(text)
+        return Value("words", text=text)
     bare = re.sub(r"\\text\{\s*([a-zA-Z]|\d+)\s*\}", r"\1", text)
     found = _WORD.findall(re.sub(r"\\(?:begin|end)\{\w+\}|\\text\{[^{}]*\}", "", bare))
     words = [word for word in found if word not in FUNCTIONS and not word.isupper()]
     if "\\text{" in bare or any(len(word) > 3 or word.casefold() in _SMALL_WORDS for word in words):
-        return Text(text)
-    if re.search(r"(?<![_\d])\d+\s+\d|\d'|[#?@&~:;\"$]", bare.replace("\\&", "")) or bare.count("|") % 2:
+        return Value("words", text=text)
+    if (
+        re.search(r"(?<![_\d])\d+\s+\d|[\d})\]]\s*'|\d\s*_|[#?@&~:;\"$]", bare.replace("\\&", ""))
+        or bare.count("|") % 2
+    ):
         raise UnreadableError(f"{text!r:.200} is not a formula")
-    return Formula(bare)
-
-
-def _plain(text: str) -> str:
-    r"""Remove `\text{}` around words."""
-    while (start := text.find("\\text{")) >= 0 and (end := closing(text, start + 5)) >= 0:
-        text = f"{text[:start]} {text[start + 6 : end]} {text[end + 1 :]}"
-    return text
+    return Value("formula", text=bare)
 
 
 _READERS: tuple[Callable[[str], Value | None], ...] = (
-    _date, _choice, _words, _based, _several, _union, _relation, _plus_minus, _matrix, _bracketed, _measured, _ratio,
+    _date, _choice, _words, _based, _list, _union, _relation, _matrix, _bracketed, _plus_minus, _unit, _ratio,
     _number, _formula,
 )  # fmt: skip
-
-
-# --- the answer of a text without a box ---
-
-_ANCHOR = re.compile(
-    r"(?:\banswers?\b[^.\n$\\]{0,60}?(?:\bis\b|\bare\b|:|=)|^\s*####"
-    r"|\b(?:solutions?|choice|option)\b[^.\n$\\]{0,40}?(?:\bis\b|\bare\b|:))"
-    r"[ \t]*:?\s*(?:the )?(?:option|choice)?\s*",
-    re.IGNORECASE | re.MULTILINE,
-)
-_IS = re.compile(r"\b(?:is|are|equals|be|gives?|get|have|falls on)\s+|(?<![<>!:])=\s*", re.IGNORECASE)
-_SENTENCE = re.compile(r"(?:(?<!\b[ap])\.(?=\s|\*|$)|[!?](?=\s+[A-Z]|\s*$)|\n\s*\n)")
-_REASON = re.compile(r",?\s+(?:because|since|as|so|which|where|when|thus|hence|therefore)\b|\s+\((?!\w\))")
-_LINK = re.compile(
-    r"\A(?:(?:so|thus|hence|therefore|then|finally|overall|altogether|consequently|in (?:total|all|conclusion|summary)"
-    r"|as a result)\s*,\s*)+",
-    re.IGNORECASE,
-)
-_VALUES = re.compile(
-    r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>.+?)\\\]|\\\((?P<round>.+?)\\\)|(?<!\\)\$"
-    r"(?P<inline>(?!\d[\d.,]*[ a-z])[^$\n]+?)(?<!\\)\$"
-    r"|(?P<number>(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?%?|(?<![\w.])-?\.\d+)",
-    re.DOTALL,
-)
-_HEDGE = re.compile(
-    r"(?:\bnot|n't|\bthan|\babout|\bleast|\bmost|\bover|\bunder|\bnearly|\balmost|\baround|\broughly|\bapproximately"
-    r"|\bbetween)\s*$",
-    re.IGNORECASE,
-)
-_JOINED = re.compile(r"(?:\s|[,;/^*+×$-]|\bor\b|\band\b|\bto\b|\bmaybe\b|\bperhaps\b|\bpossibly\b)*", re.IGNORECASE)
-_DOUBT = re.compile(
-    r"\W*\((?:[^()]*[^()\w])?(?:or|but|not|maybe|perhaps|possibly|may|might|could|alternatively|unless)\b"
-    r"|\W*(?:or|alternatively|maybe|perhaps|possibly)\b|.*\botherwise\b",
-    re.IGNORECASE,
-)
-_REFUTED = re.compile(
-    r"\b(?:or|not|no|never|cannot|but|wrong|false|incorrect|impossible|contradiction)\b|n't\b", re.IGNORECASE
-)
-MAX_PHRASE_CHARS = 400
-MAX_ANSWER_WORDS = 4
-
-
-def answer_in(text: str) -> str | None:
-    """Return the answer of a text without a box, or None if it has none.
-
-    The whole text if it is only an answer, perhaps after "So," or similar words; else what the last "answer is",
-    "answer:" or "####" introduces; else what the last sentence equates something to; else the last formula or number.
-    If the text offers several values, all of them are the answer; the comparison then refuses it.
-    """
-    whole = _LINK.sub("", text.strip(), count=1)
-    anchors = list(_ANCHOR.finditer(whole))
-    is_short = not anchors and len(whole) <= MAX_PHRASE_CHARS and "\n" not in whole
-    if is_short and (answer := _answer(whole, MAX_ANSWER_WORDS - 2)) is not None:
-        return answer
-    if anchors:
-        return _phrase(whole[anchors[-1].end() :])
-    sentences = (part for part in reversed(_SENTENCE.split(whole)) if part.strip(" *\n\t"))
-    last = next(sentences, "")[-MAX_PHRASE_CHARS:]
-    for verb in reversed(list(_IS.finditer(last))):
-        if (answer := _answer(last[verb.end() :].strip(), MAX_ANSWER_WORDS)) is not None:
-            return answer
-    found = list(_VALUES.finditer(whole))
-    is_hedged = found and _HEDGE.search(whole[: found[-1].start()].rstrip("$ "))
-    is_one_of_several = len(found) > 1 and _JOINED.fullmatch(whole[found[-2].end() : found[-1].start()])
-    return found[-1][0] if found and not is_hedged and not is_one_of_several else None
-
-
-def _phrase(text: str) -> str | None:
-    """Return the answer that a text begins with, up to the end of the sentence or to a reason."""
-    text = text.strip()[:MAX_PHRASE_CHARS]
-    sentence = _SENTENCE.split(text + "\n\n", maxsplit=1)[0].partition("\n")[0]
-    if _DOUBT.match(text[len(sentence) :]):
-        return text
-    for phrase in (sentence, _REASON.split(sentence, maxsplit=1)[0]):
-        if _DOUBT.match(sentence[len(phrase) :]):
-            break
-        phrase = re.sub(r"^\s*(?:option|choice)\s+", "", phrase.strip(" *\t"), flags=re.IGNORECASE)
-        if (answer := _answer(phrase, MAX_ANSWER_WORDS)) is not None:
-            return answer
-    return sentence.strip() or None
-
-
-def _answer(text: str, words: int) -> str | None:
-    """Return a text if it can be parsed and is not prose of more than some words.
-
-    A reason is no item of a list: `425, as required` is 425.
-    """
-    try:
-        value = read(text)
-    except (UnreadableError, RecursionError):
-        return None
-    if _is_prose(value, words):
-        return None
-    before = _REASON.split(text, maxsplit=1)[0]
-    reason = text[len(before) :]
-    is_doubted = _DOUBT.match(reason) or _REFUTED.search(reason) or re.search(r"\b(?:or|and)$", before)  # 425, or so
-    if is_doubted or not isinstance(value, Several) or not any(isinstance(item, Text) for item in value.items):
-        return text
-    return text if before == text else _answer(before, words) or text
-
-
-def _is_prose(value: Value, words: int) -> bool:
-    """Whether a value is prose: only words, and more of them than an answer has."""
-    match value:
-        case Relation(parts):
-            return any(_is_prose(part, 1) for part in parts)
-        case Several(items):
-            return any(_is_prose(item, words) for item in items)
-        case Text(text) if not text.startswith(("date ", "time ")):
-            return len(text.split()) > words or re.search(r"\d", text) is not None
-    return False

@@ -437,6 +437,31 @@ async def test_hostile_answer_does_not_delay_others():
 
 
 @needs_math_verify
+async def test_expensive_answers_wait_for_each_other_only():
+    """Twenty towers of powers held five good answers for 70 seconds."""
+    order = []
+
+    async def judge_one(text, truth):
+        order.append((await verdict_of(text, truth, limits=LIMITS, n_workers=1))[1])
+
+    towers = [judge_one(rf"\boxed{{9^{{9^{{9^9}}}}+{number}}}", "2^{10}+1") for number in range(5)]
+    await asyncio.gather(*towers, *(judge_one(rf"\boxed{{{number}.0}}", number) for number in range(5)))
+    assert order[-3:] == ["over_limits"] * 3
+
+
+@needs_math_verify
+async def test_expensive_answer_is_remembered():
+    """Each sample with the same answer took the time limit again."""
+    seconds = []
+    for _ in range(2):
+        began = time.monotonic()
+        verdict = await verdict_of(r"\boxed{9^{9^{9^9}}+7}", "2^{10}+1", limits=LIMITS, n_workers=1)
+        assert verdict == (0.0, "over_limits")
+        seconds.append(time.monotonic() - began)
+    assert seconds[1] < seconds[0] / 2
+
+
+@needs_math_verify
 async def test_memory_is_limited():
     limits = WorkerLimits(cpu_s=2.0, memory_bytes=300 << 20)
     given_reward, verdict = await verdict_of(r"\boxed{7^{7^{9}} - 2^{3^{20}}}", "2^{10} - 1", limits=limits)
@@ -620,6 +645,28 @@ async def test_table_of_right_and_wrong_answers(is_right):
     """A right answer in another notation was refused, or a wrong one was accepted."""
     cases = [(pair["truth"], pair["answer"]) for pair in PAIRS if pair["right"] is is_right]
     assert await misjudged(cases, is_right) == []
+
+
+def filled(line, is_right):
+    """Return the pairs of truth and answer of a class: its templates with each of its values."""
+    for values in line["values"]:
+        for text in line["right" if is_right else "wrong"]:
+            for name, value in zip(("v", "o", *map(str, range(2, len(values)))), values, strict=True):
+                text = text.replace(f"<{name}>", value)
+            yield values[0], text
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+@needs_math_verify
+async def test_classes_of_right_and_wrong_answers(is_right):
+    """Corrections, hedges and refusals were read past; degrees, primes and percent signs were dropped."""
+    cases = {}
+    for line in lines_of("math_classes.jsonl"):
+        cases.setdefault(line["kind"], []).extend(filled(line, is_right))
+    assert sum(map(len, cases.values())) > 2000
+    chance = random.Random(7)
+    samples = [case for pairs in cases.values() for case in chance.sample(pairs, min(50, len(pairs)))]
+    assert await misjudged(samples, is_right) == []
 
 
 @needs_math_verify
