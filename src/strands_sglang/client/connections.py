@@ -171,8 +171,9 @@ class LoopSession:
 
     def keep_credentials(self, addresses: Iterable[str]) -> tuple[str, ...]:
         """Send the credentials in some addresses with requests to them; return the addresses without credentials."""
-        self._credentials.update(credentials_of(addresses))
-        return tuple(map(without_credentials, addresses))
+        for address, auth in credentials_of(addresses).items():
+            self._credentials.setdefault(address, auth)
+        return tuple(dict.fromkeys(map(without_credentials, addresses)))
 
     async def request(self, method: str, url: str, content: bytes | None, *, timeout: float) -> httpx.Response:
         """Send one request and read the whole response.
@@ -370,8 +371,8 @@ def credentials_of(addresses: Iterable[str]) -> dict[str, httpx.BasicAuth]:
 
 def _authorized(credentials: Mapping[str, httpx.BasicAuth], request: httpx.Request) -> httpx.Request:
     """Add the credentials for its server to a request."""
-    known = [auth for base_url, auth in credentials.items() if str(request.url).startswith(f"{base_url}/")]
-    return next(known[-1].auth_flow(request)) if known else request
+    known = [base_url for base_url in credentials if str(request.url).startswith(f"{base_url}/")]
+    return next(credentials[max(known, key=len)].auth_flow(request)) if known else request
 
 
 Sessions = dict[asyncio.AbstractEventLoop, LoopSession]

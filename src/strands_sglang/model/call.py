@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
+from anyio import to_thread
 from strands.types.content import ContentBlock, Message, Messages
 from strands.types.exceptions import ContextWindowOverflowException, ModelThrottledException
 from strands.types.streaming import StreamEvent
@@ -527,8 +528,13 @@ class ModelCall:
             UnsupportedContentError: A message holds content that cannot be rendered.
             ChatTemplateError: The template refuses the whole conversation.
         """
-        place = self.trajectory.attach(self.chat.conversation, self.chat.messages, self.caller)
-        return await encoded(place.new_messages, lambda: self._render(place))
+        messages = self.chat.messages
+        place = self.trajectory.attach(self.chat.conversation, messages, self.caller)
+        is_whole = place.turn is None or self.config.history_policy == "template"
+        if not is_long(self.chat.system if is_whole else "", messages if is_whole else place.new_messages):
+            return self._render(place)
+        # Not asyncio's own threads: those may all run tools.
+        return await self._cancellation.finish(to_thread.run_sync(lambda: self._render(place), abandon_on_cancel=True))
 
     def _render(self, place: Place) -> tuple[Place, Prompt]:
         messages, turn = self.chat.messages, place.turn
@@ -608,6 +614,7 @@ class ModelCall:
         if known:
             had_tool_results = any("toolResult" in block for message in before for block in message["content"])
         has_answer = any(message["role"] == "assistant" for message in messages)
+        has_own_system = self.chat.system is not None
 
         def render() -> Prompt:
             calls_before = 0
@@ -634,7 +641,8 @@ class ModelCall:
                 tools,
                 has_system=has_system,
                 had_tool_results=had_tool_results,
-                history=(lambda: self._whole_chat(before)) if known else None,
+                # Strands counts conversations without their system prompt.
+                history=(lambda: self._whole_chat(before)) if known and has_system == has_own_system else None,
             )
 
         # Answers, images and the policy "template" are rendered by their place in the conversation, too.
@@ -728,19 +736,21 @@ class ModelCall:
         )
 
 
+def is_long(*values: Any) -> bool:
+    """Whether to encode messages in a thread: megabytes take a tokenizer seconds, without the interpreter's lock."""
+    data = exact_bytes(values)
+    return data is not None and len(data) >= LONG_BYTES
+
+
 async def encoded(messages: Messages, encode: Callable[[], T]) -> T:
     """Call a function that encodes messages: in a thread if they are long, so that the event loop runs on.
-
-    A tokenizer in Rust does not hold the interpreter's lock, and takes seconds for some megabytes.
 
     Args:
         messages: The messages.
         encode: Renders and encodes them.
     """
-    data = exact_bytes([message["content"] for message in messages])
-    if data is None or len(data) < LONG_BYTES:
-        return encode()
-    return await asyncio.to_thread(encode)
+    # Not asyncio's own threads: those may all run tools.
+    return await to_thread.run_sync(encode, abandon_on_cancel=True) if is_long(messages) else encode()
 
 
 def _count_calls(messages: Messages) -> int:

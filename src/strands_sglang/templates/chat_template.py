@@ -4,10 +4,11 @@ The opening is the template's render of the whole conversation. The continuation
 *after* a sampled turn, found without rendering that turn. A short stand-in conversation ends in an assistant message
 that holds a unique sentinel, and the new messages follow it. Everything after the first end-of-turn token that follows
 the sentinel is the continuation (`text_after_turn`). Sampled tokens are never decoded into a prompt. At construction
-the method is checked against full renders of probe conversations (`prove`), which also say what the template tests for:
-a template may write something else because of a word in the system prompt. Its continuations need the conversation
-itself instead of the stand-in. If the method cannot be proven, `UnprovenContinuationError` is raised, and the caller
-starts a new sequence from a full render instead.
+the method is checked against full renders of probe conversations (`prove`). If it cannot be proven,
+`UnprovenContinuationError` is raised, and the caller starts a new sequence from a full render instead. A template may
+also write something else because of a word in the system prompt, or of the number of messages: at the first
+continuation, probes say what the template tests for (`reads_history`). If that matters, the conversation itself takes
+the place of the stand-in.
 
 All knowledge about a template comes from rendering small conversations with it. Templates differ in where they look for
 reasoning, in whether they show text next to a tool call, and in the form of a call's arguments. A template silently
@@ -25,7 +26,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -209,6 +210,7 @@ class ChatTemplate:
             self.identity["control tokens"] = "escaped"
         self._rewrites: dict[tuple[bool, Reasoning], bool] = {}
         self._proofs: dict[tuple[str, bool, bool], Proof] = {}
+        self._reads_history: dict[tuple[str, bool, bool], bool] = {}
         self._shapes = Shapes(self)
         self._openings: dict[Any, Prompt] = {}
         self._lock = threading.Lock()
@@ -236,13 +238,25 @@ class ChatTemplate:
             self._proofs[key] = prove(self, key[0], has_system=has_system, has_tools=has_tools)
         return self._proofs[key]
 
+    def _needs_history(self, case: str, has_system: bool, has_tools: bool) -> bool:
+        """Whether a continuation has to be rendered with the conversation before it: found at the first one."""
+        key = ("user turn" if case == "cut turn" else case, has_system, has_tools)
+        if key not in self._reads_history:
+            self._reads_history[key] = reads_history(self, *key)
+        return self._reads_history[key]
+
     @cached_property
     def tested_texts(self) -> dict[str, int]:
-        """Texts that the template's tests may look for or measure, and how often a probe says them."""
-        constants = tested_constants(self.template_text)
-        numbers = {int(text) for text in constants if text.isdigit()} - {0, 1}
+        """Texts that the template's tests may look for or measure, and how often a probe says them.
+
+        Empty if the template cannot be read, such as several named ones.
+        """
+        if self.jinja is None:
+            return {}
+        constants = tested_constants(self._template, self.jinja.environment)
+        numbers = {int(text) for text in constants if text.isdecimal()} - {0, 1}
         longer = {"x" * (number + 1): min(number, _MOST_EXCHANGES) for number in numbers}
-        return {text: 1 for text in ("earlier", *constants) if text.strip() and not text.isdigit()} | longer
+        return {text: 1 for text in ("earlier", *constants) if text.strip() and not text.isdecimal()} | longer
 
     def rewrites_history(self, *, tool_result: bool = False, reasoning: Reasoning = "text") -> bool:
         """Whether the template renders earlier turns differently once something follows them.
@@ -525,7 +539,8 @@ class ChatTemplate:
             "user turn": any(message["role"] == "user" for message in messages),
             "cut turn": turn.stop_token_id is None and not results,
         }
-        proofs = [self._prove(case, has_system, bool(tools)) for case in CASES if happens[case]]
+        cases = [case for case in CASES if happens[case]]
+        proofs = [self._prove(case, has_system, bool(tools)) for case in cases]
         for proof in proofs:
             if proof.reason is not None:
                 raise UnprovenContinuationError(proof.reason)
@@ -534,14 +549,14 @@ class ChatTemplate:
         shown = [{"id": call["id"], "name": call["name"]} for call in turn.calls]
         shown = shown if results and "tool calls" not in self.left_out else []
         messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
-        if any(proof.reads_history for proof in proofs):
+        if any(self._needs_history(case, has_system, bool(tools)) for case in cases):
             if history is None:
                 raise UnprovenContinuationError(_READS_HISTORY)
             earlier, _ = self._escaped(self.forms.with_own_ids(history()), None)
             turn_as_read = {**earlier[-1]}
             if not shown:
                 turn_as_read.pop("tool_calls", None)
-            after = self.text_after_turn([*earlier[:-1], turn_as_read], messages, tools)
+            after = self.complete_text_after_turn([*earlier[:-1], turn_as_read], messages, tools)
         else:
             after = self._shapes.text_after_turn(
                 shown if self._control_tokens is None else self._control_tokens.escape(shown),
@@ -575,10 +590,10 @@ class ChatTemplate:
         sampled = next(length for length in range(len(rest), -1, -1) if tail.endswith(rest[:length]))
         return Prompt([*self.encode(rest[sampled:]), *token_ids], encoded, pictures=pictures)
 
-    def text_after_turn(
+    def complete_text_after_turn(
         self, before: Sequence[ChatMessage], messages: Sequence[ChatMessage], tools: Tools
     ) -> TextAfterTurn:
-        """Return the same as the function `text_after_turn`, if it has all parts of the messages."""
+        """Return what `text_after_turn` returns, and reject a text that lacks a part of the messages."""
         after = text_after_turn(self, before, messages, tools)
         lost = find_lost(self, before, messages, tools)
         if lost is not None:
@@ -682,7 +697,7 @@ class Shapes:
         before = before_turn(calls, messages, has_system=has_system, after_tool_step=after_tool_step)
 
         def whole() -> TextAfterTurn:
-            return self._template.text_after_turn(before, messages, tools)
+            return self._template.complete_text_after_turn(before, messages, tools)
 
         digest = tools.digest if isinstance(tools, ChatTools) else None
         if not (tools is None or digest) or not all(map(can_fill, texts)) or {type(one) for one in messages} != {dict}:
@@ -777,7 +792,7 @@ def text_after_turn(
         tools: Tools in OpenAI form.
 
     Raises:
-        UnprovenContinuationError: The text cannot be derived, or lacks a part of the messages.
+        UnprovenContinuationError: The text cannot be derived.
     """
     sentinel = template.sentinel()
     # Every call holds the sentinel; the last one that the template writes counts. gpt-oss's template writes only one
@@ -869,9 +884,11 @@ def with_marks(
     if calls:
         message["tool_calls"] = []
     for number, call in enumerate(calls):
-        function, mark = call["function"], new_mark()
-        parts[mark] = FURTHER_CALLS if number else "tool calls"
-        arguments = {**function["arguments"], "mark": mark}
+        function, arguments = call["function"], call["function"]["arguments"]
+        if isinstance(arguments, Mapping):
+            mark = new_mark()
+            parts[mark] = FURTHER_CALLS if number else "tool calls"
+            arguments = {**arguments, "mark": mark}
         message["tool_calls"].append({**call, "function": {**function, "arguments": arguments}})
     return message, parts
 
@@ -894,7 +911,9 @@ def find_lost(
     position = 0
     for index, (_, parts) in enumerate(marked):
         for mark, part in parts.items():
-            found = max(text.find(mark, position), text.find(mark))
+            found = text.find(mark, position)
+            if found < 0:
+                found = text.find(mark)
             if found < 0:
                 return index, part
             position = found
@@ -922,7 +941,7 @@ class Proof:
     Attributes:
         reason: Why it is not proven; None if it is.
         needs_tool_step: Whether the stand-in needs a tool step before the turn if the conversation has one.
-        reads_history: Whether no stand-in will do: the text depends on what the conversation says, or on its length.
+        reads_history: Whether no stand-in will do, because the text depends on the conversation's length.
     """
 
     reason: str | None
@@ -934,8 +953,7 @@ def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: boo
     """Prove the text after a turn for one of `CASES`.
 
     Conversations of three lengths are rendered in full. Neither the system prompt nor the tools may come after the
-    turn. Their text after the turn must equal that of the stand-in conversation, and so must that of conversations that
-    say what the template tests for; otherwise the conversation itself has to be rendered at every call.
+    turn. If their text after the turn is not that of the stand-in, the conversation itself has to be rendered.
 
     Args:
         template: The template.
@@ -944,24 +962,13 @@ def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: boo
         has_tools: Whether there are tools.
     """
     tools = ChatTools([PROBE_TOOL]) if has_tools else None
-    count = {"tool result": 1, "several tool results": 2}.get(case, 0)
-    calls = [probe_call(template, number) for number in range(5, 5 + count)]
-    shown = calls if "tool calls" not in template.left_out else []
-    new: list[ChatMessage] = [probe_result(call) for call in calls] or [{"role": "user", "content": "And then?"}]
-
-    def conversation(text: str, *, steps: int, exchanges: int, answer: str = "") -> list[ChatMessage]:
-        before: list[ChatMessage] = [{"role": "system", "content": text}] if has_system else []
-        before.append({"role": "user", "content": text})
-        for number in range(steps):
-            call = {**probe_call(template, number), "name": answer or "look"}
-            before += _tool_step(call, text)
-        before += [{"role": "assistant", "content": text}, {"role": "user", "content": text}] * exchanges
-        return [*before, assistant_turn(shown, answer)]
-
+    shown, new = _what_follows(template, case)
+    count = len(new) if new[0]["role"] == "tool" else 0
     try:
         references = []
         for number in range(3):
-            before = conversation(_SYSTEM, steps=number if count else 0, exchanges=0 if count else number)
+            steps, exchanges = (number, 0) if count else (0, number)
+            before = _probe(template, _SYSTEM, shown, has_system=has_system, steps=steps, exchanges=exchanges)
             references.append(text_after_turn(template, before, new, tools))
             after = references[-1].rest + references[-1].following
             if has_system and _SYSTEM in after:
@@ -973,16 +980,67 @@ def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: boo
         if count and references[0] == plain and references[1] != plain:
             stand_in = before_turn(shown, new, has_system=has_system, after_tool_step=True)
             later = text_after_turn(template, stand_in, new, tools)
-        if references != [plain, later, later]:
-            return Proof(None, reads_history=True)
-        probes = (
-            conversation(text, steps=int(has_tools), exchanges=exchanges, answer=text)
-            for text, exchanges in template.tested_texts.items()
-        )
-        reads_history = not all(_is_after(template, later, probe, new, tools) for probe in probes if count < 2)
+        reads_history = references != [plain, later, later]
         return Proof(None, needs_tool_step=later != plain, reads_history=reads_history)
     except (UnprovenContinuationError, ChatTemplateError) as error:
         return Proof(str(error))
+
+
+def _probe(
+    template: ChatTemplate,
+    text: str,
+    calls: Sequence[Mapping[str, Any]],
+    *,
+    has_system: bool,
+    steps: int,
+    exchanges: int,
+    answer: str = "",
+) -> list[ChatMessage]:
+    """Create a conversation that says a text everywhere, up to a turn with these calls that says `answer`."""
+    before: list[ChatMessage] = [{"role": "system", "content": text}] if has_system else []
+    before.append({"role": "user", "content": text})
+    for number in range(steps):
+        call = {**probe_call(template, number), "name": answer or "look"}
+        before += _tool_step(call, text)
+    before += [{"role": "assistant", "content": text}, {"role": "user", "content": text}] * exchanges
+    return [*before, assistant_turn(calls, answer)]
+
+
+def reads_history(template: ChatTemplate, case: str, has_system: bool, has_tools: bool) -> bool:
+    """Whether the text after a turn depends on what the conversation before it says, or on its length.
+
+    Conversations that say what the template tests for are rendered in full, and their text after the turn compared
+    with that of the stand-in. If it is not known what the template tests for, the text is said to depend on it.
+    The arguments are those of `prove`.
+    """
+    proof = prove(template, case, has_system=has_system, has_tools=has_tools)
+    if proof.reads_history or not template.tested_texts:
+        return True
+    tools = ChatTools([PROBE_TOOL]) if has_tools else None
+    shown, new = _what_follows(template, case)
+    probe = partial(_probe, template, calls=shown, has_system=has_system)
+    plain, later = (
+        text_after_turn(
+            template, before_turn(shown, new, has_system=has_system, after_tool_step=after_tool_step), new, tools
+        )
+        for after_tool_step in (False, proof.needs_tool_step)
+    )
+    probes = (
+        probe(text, steps=times * has_tools, exchanges=times, answer=text)
+        for text, times in template.tested_texts.items()
+    )
+    return not (
+        _is_after(template, plain, probe("earlier", steps=0, exchanges=2), new, tools)
+        and all(_is_after(template, later, before, new, tools) for before in probes)
+    )
+
+
+def _what_follows(template: ChatTemplate, case: str) -> tuple[list[dict[str, str]], list[ChatMessage]]:
+    """Return a turn's tool calls as the template writes them, and what follows the turn."""
+    count = {"tool result": 1, "several tool results": 2}.get(case, 0)
+    calls = [probe_call(template, number) for number in range(5, 5 + count)]
+    new: list[ChatMessage] = [probe_result(call) for call in calls] or [{"role": "user", "content": "And then?"}]
+    return calls if "tool calls" not in template.left_out else [], new
 
 
 def _is_after(template: ChatTemplate, after: TextAfterTurn, before: Sequence[ChatMessage], *new: Any) -> bool:
@@ -995,51 +1053,46 @@ def _is_after(template: ChatTemplate, after: TextAfterTurn, before: Sequence[Cha
 
 _MAX_TEMPLATES = 64
 """Templates that are kept for one tokenizer; a model holds its own in any case."""
-_MOST_EXCHANGES = 30
+_MOST_EXCHANGES = 20
 """In a probe that is longer than what a template tests for."""
 
 
-_BLOCK = re.compile(r"\{#.*?#\}|\{[{%](.*?)[%}]\}", re.DOTALL)
-_WORD = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\w+|[!=<>]=|\S""")
-_COMPARES = ("==", "!=", "<", ">", "<=", ">=", "=", "in", "not")
-_SEARCHES = ("startswith", "endswith", "split", "rsplit", "partition", "rpartition", "find", "index", "count")
-_DEFINED = re.compile(r"(\w+)\s+is\s+(?:not\s+)?(?:un)?defined")
-_FIELDS = re.compile(r"""\.(\w+)|(?<=[\w\])])\[(['"])(\w+)\2\]""")
-
-
 @lru_cache(_MAX_TEMPLATES)
-def tested_constants(source: str) -> set[str]:
-    """Return the texts and numbers with which a template compares something, or for which it searches something.
+def tested_constants(source: str, environment: Any) -> frozenset[str]:
+    """Return the texts and numbers of a template that its tests may compare the texts of a conversation with.
 
-    Names of fields and what is compared with roles, types and the template's arguments are left out: no text of a
-    conversation decides those.
+    What it only writes, what it compares with roles, types and its own arguments, and names of fields are left out.
+    What no test names itself, such as the arguments of macros, is joined to one text.
     """
-    fields = {field[0] or field[2] for field in _FIELDS.findall(source)}
-    other = {"role", "type", *(set(_DEFINED.findall(source)) - fields)}
-    found, kinds = set(), set()
-    for block in _BLOCK.findall(source):
-        words = ["", "", "", *_WORD.findall(block), ""]
-        opened: list[int] = []
-        for at, word in enumerate(words):
-            if word and word in "[(":
-                opened.append(at)
-            elif word and word in "])" and opened:
-                opened.pop()
-            if word[:1] not in ("'", '"') and not word.isdigit():
-                continue
-            test = at - 1  # the position of the word that compares or searches
-            if words[test] not in _COMPARES and opened:
-                test = opened[-1] - 1
-            of = test - 1  # the position of what is compared, before filters and brackets
-            while words[of - 1] == "|":
-                of -= 2
-            subject = words[of] if words[of] not in ("]", ")") else words[of - 1].strip("'\"")
-            literal = word if word.isdigit() else word[1:-1].encode().decode("unicode_escape")
-            if words[test] in _COMPARES and subject in other:
-                kinds.add(literal)
-            elif words[test] in (*_COMPARES, *_SEARCHES) or words[at + 1] in _COMPARES:
-                found.add(literal)
-    return found - fields - kinds
+    from jinja2 import meta, nodes
+
+    tree = environment.parse(source)
+    written = (nodes.Output, nodes.Add, nodes.Concat)
+    tests = (nodes.Compare, nodes.Operand, nodes.Test, nodes.List, nodes.Tuple, nodes.Pair, nodes.Assign)
+    tested, others = set(), set()
+    not_text = {"role", "type"} | meta.find_undeclared_variables(tree) - {"messages", "tools"}
+    names = {node.attr for node in tree.find_all(nodes.Getattr)}
+    for node in tree.find_all(nodes.Node):
+        values = [one.value for one in node.iter_child_nodes() if isinstance(one, nodes.Const)]
+        tested |= {str(one) for value in values if isinstance(value, list | tuple | dict) for one in value}
+        constants = {str(value) for value in values if isinstance(value, str | int)}
+        searches = isinstance(node, nodes.Call) and getattr(node.node, "attr", "get") != "get"
+        if isinstance(node, nodes.Getitem):
+            names |= constants
+        elif isinstance(node, tests) or searches or getattr(node, "name", "") in ("selectattr", "rejectattr"):
+            tested |= constants
+        elif not isinstance(node, written):
+            others |= constants
+        if isinstance(node, nodes.Compare) and _subject(node.expr) in not_text:
+            names |= {str(one.value) for operand in node.ops for one in operand.find_all(nodes.Const)}
+    return frozenset({*tested, " ".join(sorted(others - tested))} - names - {"True", "False", "None"})
+
+
+def _subject(node: Any) -> Any:
+    """Return the name in `message.role`, `message["role"]` or `role`, filtered or not; None of other expressions."""
+    while type(node).__name__ == "Filter":
+        node = node.node
+    return getattr(node, "attr", getattr(getattr(node, "arg", node), "value", getattr(node, "name", None)))
 
 
 def _tool_step(call: Mapping[str, str], text: str = "earlier") -> list[ChatMessage]:

@@ -202,7 +202,9 @@ def test_content_is_given_in_parts_where_a_template_wants_parts(chatml_tokenizer
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     assert template.opening(opening_messages(), None).text.count("Be brief.") == 1
     end = end_of(template)
-    prompt = template.continuation(SampledTurn([5, end], end), [{"role": "user", "content": "x"}], None)
+    history = [*opening_messages(), {"role": "assistant", "content": "4"}]
+    new = [{"role": "user", "content": "x"}]
+    prompt = template.continuation(SampledTurn([5, end], end), new, None, history=lambda: history)
     assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -521,6 +523,18 @@ READERS = {
         "{% for m in messages %}{% for c in m.tool_calls or [] %}"
         "{% if c.function.name.startswith('fast') %}!{% endif %}{% endfor %}{% endfor %}"
     ),
+    "where a word is": "{% if n.system.rfind('/fast') >= 0 %}<think></think>{% endif %}",
+    "a text without a word": "{% if n.system.replace('/fast', '') != n.system %}<think></think>{% endif %}",
+    "messages that are a word": "{{ messages | selectattr('content', 'equalto', '/fast') | list | length }}",
+    "a test by its name": "{% if n.system is eq '/fast' %}<think></think>{% endif %}",
+    "a table of words": "{{ {'/fast': 'X'}.get(n.system) }}",
+    "a macro": (
+        "{% macro has(text, word) %}{% if word in text %}!{% endif %}{% endmacro %}{{ has(n.system, '/fast') }}"
+    ),
+    "more messages than a tool step has": "{% if messages | length > 4 %}L{% endif %}",
+    "an earlier answer": (
+        "{% for m in messages[:-1] if m.role == 'assistant' %}{% if loop.index == 2 %}L{% endif %}{% endfor %}"
+    ),
     "an earlier tool step": "{% if n.tool and messages[-1].role == 'user' %}[cite the tool]\n{% endif %}",
 }
 
@@ -535,7 +549,8 @@ def test_what_follows_a_turn_may_depend_on_all_before_it(chatml_tokenizer, text)
         step = [call_message({"name": "fast_one", "id": "t0"}), *results(1)]
         step[0]["tool_calls"][0]["function"]["arguments"] = {"x": said}
         answer, asked = {"role": "assistant", "content": said}, {"role": "user", "content": said}
-        for before in ([asked], [asked, *step], [asked, *step, answer, asked], [asked, answer, asked, answer, asked]):
+        exchange = [answer, asked]
+        for before in ([asked], [asked, *step], [asked, *step, *exchange], [asked, *exchange], [asked, *exchange * 2]):
             for turn, new in (
                 (call_message(call), [{"role": "tool", "content": "6", "tool_call_id": "t1"}]),
                 ({"role": "assistant", "content": "It is 4."}, [{"role": "user", "content": "And then?"}]),
@@ -552,6 +567,25 @@ def test_what_follows_a_turn_may_depend_on_all_before_it(chatml_tokenizer, text)
                 except UnprovenContinuationError as error:
                     unproven += "depends on what came before it" in str(error)
     assert unproven and len(differing) > 2
+
+
+async def test_what_strands_counts_without_the_system_prompt_is_not_sent(chatml_tokenizer):
+    template = CHATML % READERS["a word in the system prompt"]
+    server = ScriptedSGLang(chatml_tokenizer, ["one", "two"])
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), chat_template=template)
+    agent = Agent(model=model, system_prompt="Be brief. /fast", callback_handler=None)
+    await agent.invoke_async("first")
+    counted = await model.count_tokens([*agent.messages, {"role": "user", "content": [{"text": "second"}]}])
+    await agent.invoke_async("second")
+    assert counted > 0 and server.requests[1].text.endswith("<think></think>")
+
+
+@pytest.mark.parametrize("given", [["a"], None, {}])
+def test_arguments_of_any_kind_are_rendered(chatml_tokenizer, given):
+    called = call_message(*CALLS)
+    called["tool_calls"][0]["function"]["arguments"] = given
+    text = ChatTemplate(chatml_tokenizer).opening([*opening_messages(), called, *results(1)], TOOLS).text
+    assert json.dumps(given) in text
 
 
 def test_a_word_in_the_system_prompt_changes_the_generation_prompt_of_every_call(chatml_tokenizer):
