@@ -79,8 +79,9 @@ class WorkerLimits:
 class WorkerPool:
     """Workers for one kind of job, for use from any thread and event loop.
 
-    A request that is expensive, or whose process dies, is computed again by a new process in a queue of its own. Such
-    requests wait for each other, and others do not wait for them.
+    A request that is expensive, or whose process dies, is computed again in a queue of its own. Such requests wait for
+    each other, and others do not wait for them. Only a new process decides that memory is short: earlier requests may
+    have filled it.
     """
 
     def __init__(self, job: str, limits: WorkerLimits, n_workers: int) -> None:
@@ -89,10 +90,10 @@ class WorkerPool:
         Args:
             job: Name of a module in `jobs`.
             limits: Limits of a request.
-            n_workers: Maximum number of workers at a time. Expensive requests have one more.
+            n_workers: Maximum number of workers at a time. Expensive requests have as many of their own.
         """
         self._quick = _Lane(job, replace(limits, cpu_s=min(QUICK_S, limits.cpu_s)), n_workers)
-        self._slow = _Lane(job, replace(limits, requests=1), 1)
+        self._slow = _Lane(job, limits, n_workers)
 
     async def run(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run a request in a worker. Waiting for a free worker does not count toward an environment's timeouts.
@@ -151,6 +152,8 @@ class _Lane:
         on_start()
         try:
             answer = worker.ask(request)
+            if answer.get("retry"):
+                answer = worker.ask(request)
         except WorkerError:
             worker.stop()
             raise

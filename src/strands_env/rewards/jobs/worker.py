@@ -39,7 +39,8 @@ def main() -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code < 0:
             is_time = code == -signal.SIGPROF
-            send(connection, {"over": f"{cpu_s:g} s of CPU time" if is_time else signal.Signals(-code).name})
+            over = f"{cpu_s:g} s of CPU time" if is_time else signal.Signals(-code).name
+            send(connection, {"over": over, "retry": not is_time})
 
 
 def _serve(connection: Connection, handle: Callable[..., dict[str, Any]], cpu_s: float, requests: int) -> int:
@@ -53,7 +54,7 @@ def _serve(connection: Connection, handle: Callable[..., dict[str, Any]], cpu_s:
         try:
             answer = handle(request, lambda stage: send(connection, {"stage": stage}))
         except (MemoryError, RecursionError) as error:
-            answer = {"over": type(error).__name__}
+            answer = {"over": type(error).__name__, "retry": True}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -462,6 +462,19 @@ async def test_expensive_answer_is_remembered():
 
 
 @needs_math_verify
+async def test_answers_to_an_expensive_truth_share_its_parsing():
+    """Each answer waited for a new process, which parsed the truth again."""
+    others, truth = set(processes()), r"\int_0^1 e^x \sin(3x) \cos(2x) dx"
+    seen = []
+    for number in (3, 4):
+        verdict = await verdict_of(rf"\boxed{{e-{number}}}", truth, limits=WorkerLimits(cpu_s=9.0), n_workers=1)
+        assert verdict == (0.0, "wrong")
+        workers = {pid for pid, (parent, _) in processes().items() if parent == os.getpid()}
+        seen.append({pid for pid, (parent, _) in processes().items() if parent in workers - others})
+    assert seen[0] & seen[1]
+
+
+@needs_math_verify
 async def test_memory_is_limited():
     limits = WorkerLimits(cpu_s=2.0, memory_bytes=300 << 20)
     given_reward, verdict = await verdict_of(r"\boxed{7^{7^{9}} - 2^{3^{20}}}", "2^{10} - 1", limits=limits)
