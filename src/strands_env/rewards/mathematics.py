@@ -10,7 +10,7 @@ import importlib.util
 from typing import Any
 
 from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
-from .answers import ground_truths, truth_texts
+from .answers import ground_truths, question_of, truth_texts
 from .jobs.finding import boxed_answer
 from .workers import OverLimitsError, WorkerError, WorkerLimits, shared_pool
 
@@ -40,6 +40,9 @@ class MathReward(RewardFunction):
     lists and sets does not matter, unless the values have different names: `x = 1, y = 2` is `1, 2`. Units, currency
     signs and names (`x = 5`) may be missing on one side, a percent sign only in the answer; if both sides have them,
     they must agree. An answer whose equality cannot be decided is wrong, and the verdict says why.
+
+    The letter of a choice may come with a number or a formula, or with words if the task's message has them after this
+    letter: `A) eliminated` is not A.
 
     An unevaluated answer is refused: operations that the ground truth does not have, such as `25 \times 17` for 425, a
     sum or an integral, must be carried out.
@@ -117,7 +120,7 @@ class MathReward(RewardFunction):
             return _result("correct", answer.strip(), truths)
         pool = shared_pool("mathematics", self.limits, self.n_workers)
         try:
-            response = await pool.run(self._request(truths, answer, box is not None))
+            response = await pool.run(self._request(truths, answer, box is not None, question_of(action)))
         except OverLimitsError as error:
             verdict = "unreadable_truth" if error.stage is None else "over_limits"
             return _result(verdict, box, truths, limit=str(error))
@@ -129,11 +132,12 @@ class MathReward(RewardFunction):
             return _result("unreadable", box, truths, reason=response["error"])
         return _result(response["verdict"], response["extracted"] or box, truths, reason=response["reason"])
 
-    def _request(self, truths: list[str], answer: str | None, boxed: bool) -> dict[str, Any]:
+    def _request(self, truths: list[str], answer: str | None, boxed: bool, question: str) -> dict[str, Any]:
         return {
             "truths": truths,
             "answer": answer,
             "boxed": boxed,
+            "question": question,
             "unevaluated": self.allow_unevaluated,
             "rounding": self.float_rounding,
             "precision": self.numeric_precision,
@@ -151,7 +155,7 @@ class MathReward(RewardFunction):
         """
         truths = truth_texts(truth)
         try:
-            read = shared_pool("mathematics", self.limits, self.n_workers).ask(self._request(truths, None, False))
+            read = shared_pool("mathematics", self.limits, self.n_workers).ask(self._request(truths, None, False, ""))
         except OverLimitsError as error:
             raise ValueError(f"the ground truth {truths!r:.200} takes more than {error} to read") from error
         except WorkerError as error:

@@ -15,31 +15,48 @@ from .reading import UnreadableError, Value, read
 
 MAX_PHRASE_CHARS = 400
 MAX_ANSWER_WORDS = 4
+MAX_REST_CHARS = 5_000  # of the text after a box, which may take it back
 
 _BRACES = re.compile(r"\\f?box(?:ed)?\s*\{|\\.|[{}]", re.DOTALL)
 _JOINED_BOXES = re.compile(
-    r"\W{0,20}(?:(?:text\{\s*)?(?:or|and|also|else|possibly|perhaps|maybe|alternatively)\b\W{0,20}){0,3}",
+    r"\W{0,20}(?:(?:text\{\s*)?(?:or|and|also|else|possibly|perhaps|maybe|alternatively)\b\W{0,20}){0,3}"
+    r"|[^.\n]{0,40}\b(?:if|for|when|otherwise)\b[^.\n]{0,80}",
     re.IGNORECASE,
 )
 _DOUBTED_BOX = re.compile(
     r"(?:\b(?:not|cannot|never|n?either|maybe|perhaps|possibly|probably|guess(?: is)?|(?:may|might|could) be)|n't)"
-    r"(?: be| equal(?: to)?)?[\s:$\\(\[]*$",
+    r"(?: be| equal(?: to)?)?[\s:$\\(\[]*$|\b(?:wrong|incorrect|false|mistaken?) (?:to|that)\b[^.,;{}]*$",
     re.IGNORECASE,
 )
-# What stands before the end of these words is taken back.
+_VERDICT = (
+    r"(?:(?:'s|\s(?:is|was))\s(?:wrong|incorrect|false|not (?:right|correct|the answer))"
+    r"|\s(?:is|was)n't (?:right|correct|the answer)|\scan(?:'t|not) be (?:right|correct)"
+    r"|\s(?:does(?:n't| not)|fails to) (?:satisfy|work|hold|solve|fit))\b(?! (?:to|that)\b)"
+)
+# A value that is denied is no answer, here and in what was said before.
+_REJECTED = rules(rf"""
+    (?i)((?:(?<=\s)|^)-?\d[\d.,/]*|\$[^$\n]{{1,99}}\$)(?=.{{1,200}}?(?:\s|^)\1[$*]{{0,3}}{_VERDICT}) =>
+    (?i)(?:\$[^$\n]{{1,99}}\$|(?:^|\s)-?\d[\d.,/]*|\\boxed\{{.{{1,99}}?\}})[$*]{{0,3}}{_VERDICT} =>
+""")
+# What stands before a denial is taken back, and so is what stands before the other words if a new answer follows them.
 _RETRACTED = re.compile(
-    r"\b(?:wait|oops|hold on|scratch that|on second thought|correction|i meant?|i made a mistake)\b"
-    r"|(?:^|[.!?;,$}]\s{0,9})(?:actually|sorry|hmm+)\b|[.!?]\s{1,9}no\b(?=[,.!:;])"
-    r"|\blet me (?:re|correct|fix)[\w-]*(?: (?:this|that|it)\b)?"
-    r"|(?:\b(?:that|this|it|which)|[$}])(?:'s| is| was)"
-    r"(?: wrong| incorrect| false(?! that)|(?: not|n't) (?:right|correct|the answer))\b"
-    r"|\bcan(?:'t|not) be (?:right|correct)\b",
+    rf"(?P<denied>(?:^\}}[$*)\]\\]{{0,4}}|\b(?:that|this|it|which)){_VERDICT})"
+    r"|(?:^|[.,;:!?()$}-]\s{0,9}|\n)(?:(?:oh|no|but|hmm+)[\s,]{1,9}){0,2}(?:wait|oops|hold on|scratch that|actually"
+    r"|sorry|on (?:second thought|reflection)|hmm+|rather(?=,)|(?<=[.!?]\s)no(?=[,.!:;])|edit(?=:)"
+    r"|correction(?=:)|typo|my mistake|make that|i (?:meant?|made a mistake|take (?:that|it) back))\b"
+    r"|\blet me (?:re|correct|fix)[\w-]*(?: (?:this|that|it)\b)?",
+    re.IGNORECASE,
+)
+_RIGHT = re.compile(
+    r"(?:\bit(?:'s| is)|\bshould be|\b(?:value|answer|result) is)\s{1,9}(?:\$[^$\n]+\$|-?[\d./]*\d)"
+    r"\W{0,3}(?:$|[.;,)!])",
     re.IGNORECASE,
 )
 _DOUBTED = re.compile(
     r"\b(?:maybe|perhaps|possibly|probably|might|may|could|can(?:no|')t|not|\w*n't|never|neither|either|nor|guess\w*"
     r"|unsure|uncertain|whether|false|no longer|anything but|other than|except|about|approximately|roughly|around"
-    r"|nearly|almost|over|under|than|least|most|between|or so)\b",
+    r"|nearly|almost|no solutions?|exceed\w*|reject\w*|exclud\w*|discard\w*|fails?|over|under|than|least"
+    r"|most|between|or so)\b",
     re.IGNORECASE,
 )
 _REFUSED = re.compile(
@@ -54,8 +71,11 @@ _ALTERNATIVE = re.compile(
     r"|[^.\n]*\botherwise\b",
     re.IGNORECASE,
 )
+# A reason that takes the answer back.
 _REFUTED = re.compile(
-    r"\b(?:or|not|no|never|cannot|but|maybe|possibly|wrong|false|incorrect|impossible|contradiction|otherwise)\b|n't\b",
+    r"\s(?:because|since|as)\b.*\bor\b|^(?:(?!\s(?:because|since|as)\b).)*\s(?:(?:so|which|where|when|thus|hence|therefore)"
+    r"\b|\((?=[a-z]{2})).*(?:\b(?:or|not|no|never|cannot|but|maybe|possibly|wrong|false|incorrect|impossible|contradiction"
+    r"|otherwise)\b|n't\b)",
     re.IGNORECASE,
 )
 _ANCHOR = re.compile(
@@ -67,12 +87,15 @@ _ANCHOR = re.compile(
 _IS = re.compile(r"(?:\b(?:is|are|equals|be|gives?|get|have|falls on)|\bit's)\s+|(?<![<>!:])=\s*", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?:(?<!\b[ap])\.(?=\s|\*|$)|[!?](?=\s+[A-Z]|\s*$)|\n\s*\n)")
 _REASON = re.compile(
-    r"(?:(?P<firm>,?\s(?:because|since|as)\b)|,?\s(?:so|which|where|when|thus|hence|therefore)\b|\s\((?=[a-z]{2}))"
+    r"(?:,?\s(?:because|since|as|so|which|where|when|thus|hence|therefore)\b|\s\((?=[a-z]{2}))"
     r"(?=[^$]*(?:\$[^$]*\$[^$]*)*\Z)"  # not in a formula
 )
 _LINKS = rules(r"""
     (?<![\w*])\*\*([^*\n]+)\*\*(?![\w*]) => \1
     ^[\s.,:;!?]+|\s+$ =>
+    \?$ => ▁maybe
+    (?i)^(?:(?!answer)[^\n$]){0,200},?\s(?:so|thus|hence|therefore),?\s(?=[^\n$=]{0,99}=[^\n$=]{0,99}$) =>
+    (?<![^\s$])~(?=\s?[\d$]) => \\approx▁
     (?i)^(?:(?:so|thus|hence|therefore|then|finally|overall|altogether|consequently|as a result|in [a-z]+)\s*,\s*)+ =>
 """)
 _TRIMMED = rules(r"""
@@ -81,9 +104,14 @@ _TRIMMED = rules(r"""
     (?i)^(?:(?:exactly|simply|just|also|it's|option|choice)\s+)+ =>
 """)
 _VALUES = re.compile(
-    r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>.+?)\\\]|\\\((?P<round>.+?)\\\)|(?<!\\)\$"
+    r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>(?:(?!\\\[).)+?)\\\]|\\\((?P<round>(?:(?!\\\().)+?)\\\)|(?<!\\)\$"
     r"(?P<inline>(?!\d[\d.,]*[ a-z])[^$\n]+?)(?<!\\)\$"
     r"|(?P<number>(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?%?|(?<![\w.])-?\.\d+)",
+    re.DOTALL,
+)
+_NEW = re.compile(
+    rf"{_VALUES.pattern}|(?<!\w)[A-HJ-Z](?=[\s)*]*(?:$|[.,;!]))"
+    r"|(?i:\bit(?:'s| is)|answer is|meant?)\s+\W{0,3}[A-Z\d\\]",
     re.DOTALL,
 )
 _PART = re.compile(
@@ -103,8 +131,7 @@ def last_boxed(text: str) -> str | None:
     Returns:
         The content, or None if the text has no complete box.
     """
-    boxes = _boxes(text)
-    return text[boxes[-1][1] : boxes[-1][2]] if boxes else None
+    return next((text[begin:end] for _, begin, end in reversed(_boxes(text))), None)
 
 
 def boxed_answer(text: str) -> str | None:
@@ -113,9 +140,13 @@ def boxed_answer(text: str) -> str | None:
     None if there is no box, or if the text takes it back.
     """
     boxes = _boxes(text)
-    if not boxes or _RETRACTED.search(text, boxes[-1][2]):
+    if not boxes:
         return None
     start, begin, end = boxes.pop()
+    rest = text[end : end + MAX_REST_CHARS]
+    is_repeated = rf"(?:=|\b(?:is|it's))[\s$]*{re.escape(text[begin:end])}(?![\w.^])[^\d$\\]*$"
+    if (_RIGHT.search(rest) or _end_of_retracted(rest)) and not re.search(is_repeated, rest):
+        return None
     doubt = _DOUBTED_BOX.search(text[:start][-40:])
     after = text[end + 1 :] if _ALTERNATIVE.match(text, end + 1) else ""
     parts = [f"{doubt[0] if doubt else ''}{text[begin:end]}{after[:MAX_PHRASE_CHARS]}"]
@@ -127,6 +158,13 @@ def boxed_answer(text: str) -> str | None:
             start = earlier
             parts.append(text[begin:end])
     return ", ".join(dict.fromkeys(reversed(parts)))
+
+
+def _end_of_retracted(text: str) -> int:
+    """Return where the part of a text begins that nothing after it takes back."""
+    *_, last = [0, *(value.start() for value in _NEW.finditer(text))]
+    marks = _RETRACTED.finditer(text)
+    return max((mark.end() for mark in marks if mark["denied"] or mark.end() <= last), default=0)
 
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
@@ -152,25 +190,22 @@ def answer_in(text: str) -> str | None:
     What the last "answer is", "answer:" or "####" introduces; else the whole text if it is only an answer, perhaps
     after "So," or similar words; else what the last sentence equates something to; else the last formula or number.
     """
-    kept = max((found.end() for found in _RETRACTED.finditer(text)), default=0)
-    text = rewritten(text[kept:], _LINKS)
+    text = rewritten(text, _REJECTED)
+    text = rewritten(text[_end_of_retracted(text) :], _LINKS)
     anchors = list(_ANCHOR.finditer(text))
     if anchors:
         *_, sentence = _SENTENCE.split(text[: anchors[-1].start()])
         if _REFUSED.search(sentence) or _DOUBTED.search(_clause(sentence)):
             return sentence + text[anchors[-1].start() :][:MAX_PHRASE_CHARS]
-        answers = [_introduced(text[anchor.end() :]) for anchor in anchors[-2:]]
-        is_line_of_two = len(anchors) > 1 and "\n" not in text[anchors[-2].start() : anchors[-1].start()]
-        if is_line_of_two and len({compact(spelled(answer)) for answer in answers}) > 1:
-            return ", ".join(answers)
-        return answers[-1]
+        line = text.rfind("\n", 0, anchors[-1].start())
+        answers = (_introduced(text[anchor.end() :]) for anchor in anchors[-2:] if anchor.start() > line)
+        return ", ".join({compact(spelled(answer)): answer for answer in answers}.values())
     end = text[-MAX_PHRASE_CHARS:]
     if end == text and "\n" not in text and (answer := _claim(text, MAX_ANSWER_WORDS - 2)) is not None:
         return answer
     if _REFUSED.search(end):
         return None
-    sentences = (part for part in reversed(_SENTENCE.split(end)) if part.strip(" *\n\t"))
-    last = next(sentences, "")
+    *_, last = _SENTENCE.split(end.rstrip(" *\n\t.!?"))
     for verb in reversed(list(_IS.finditer(last))):
         if (answer := _claim(last[verb.end() :], MAX_ANSWER_WORDS)) is not None:
             return last if _DOUBTED.search(_clause(last[: verb.start()])) else answer
@@ -207,12 +242,9 @@ def _introduced(text: str) -> str:
 def _claim(sentence: str, words: int) -> str | None:
     """Return what a sentence states, without its reason, unless it is prose of more than some words."""
     sentence = rewritten(sentence, _TRIMMED)
-    reason = _REASON.search(sentence)
-    if reason is not None:
-        doubt = r"\bor\b" if reason["firm"] else _REFUTED
-        if re.search(doubt, sentence[reason.start() :]):
-            return sentence
-    for phrase in (sentence[: reason.start() if reason else None], sentence):
+    if _REFUTED.search(sentence):
+        return sentence
+    for phrase in (_REASON.split(sentence)[0], sentence):
         try:
             if not _is_prose(read(phrase), words):
                 return phrase

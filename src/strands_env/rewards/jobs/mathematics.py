@@ -21,7 +21,8 @@ def handle(request: dict[str, Any], stage: Callable[[str], None]) -> dict[str, A
 
     Args:
         request: `truths` and `answer`, as strings (None only parses the truths); `boxed` and `unevaluated`, whether the
-            answer comes from a box and may be unevaluated; `rounding` and `precision`, in digits.
+            answer comes from a box and may be unevaluated; `question`, which may have the
+            options of a choice; `rounding` and `precision`, in digits.
         stage: Called with "answer" after the truths are parsed.
     """
     for text in request["truths"]:
@@ -61,9 +62,9 @@ class _Grader:
         if compact(spelled(truth)) == compact(spelled(answer)):
             return "correct", ""
         value = _parsed(truth)
-        if value.kind == "words" and len(value.text) == 1 and (letter := chosen(answer)) is not None:
-            answer = letter
         try:
+            if value.kind == "words" and len(value.text) == 1:
+                answer = chosen(answer, self.request["question"]) or answer
             is_right = self.same(value, read(answer))
         except UnreadableError as error:
             return "unreadable", str(error)

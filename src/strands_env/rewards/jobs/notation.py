@@ -27,7 +27,8 @@ _RENAMED = dict(
     pair.split(":")
     for pair in """
     dfrac:frac tfrac:frac cfrac:frac dbinom:binom tbinom:binom leq:le leqslant:le leqq:le geq:ge geqslant:ge geqq:ge
-    neq:ne thickapprox:approx simeq:approx varnothing:emptyset dots:ldots cdots:ldots bigcup:cup bmod:mod pmod:mod
+    neq:ne thickapprox:approx simeq:approx vee:lor
+    wedge:land varnothing:emptyset dots:ldots cdots:ldots bigcup:cup bmod:mod pmod:mod
     longrightarrow:to rightarrow:to pmb:text textbf:text textit:text textrm:text textnormal:text textsf:text
     texttt:text mathrm:text mathit:text mathsf:text mathbf:text mathtt:text boldsymbol:text bm:text operatorname:text
     mbox:text hbox:text textup:text emph:text
@@ -39,8 +40,8 @@ _REPLACED = dict(
     cdot:* ast:* div:/ lt:< gt:> lbrack:[ rbrack:] lvert:| rvert:| vert:| colon:: thinspace:\, degree:° euro:€
     pounds:£ textdollar:¤ dollar:¤ lbrace:\{ rbrace:\} prime:' R:\mathbb{R} reals:\mathbb{R} Reals:\mathbb{R} left:
     right: middle: big: Big: bigg: Bigg: bigl: bigr: Bigl: Bigr: biggl: biggr: displaystyle: textstyle: limits:
-    nolimits: boxed: fbox: bf: rm: it: sf: tt: quad:▁ qquad:▁ enspace:▁ hfill:▁ newline:▁ space:▁ lor:▁or▁ vee:▁or▁
-    land:▁and▁ wedge:▁and▁ large: Large: LARGE: huge: Huge: underline: ensuremath:
+    nolimits: boxed: fbox: bf: rm: it: sf: tt: quad:▁ qquad:▁ enspace:▁ hfill:▁ newline:▁ space:▁
+    large: Large: LARGE: huge: Huge: underline: ensuremath:
     """.split()
 )
 _COMMAND = re.compile(r"\\([a-zA-Z]+)\*?[ ]?")
@@ -85,6 +86,8 @@ _SPACING = rules(r"""
 _ARGUMENTS = rules(r"""
     \$\$ => ▁
     \$|\\[()\[\]] =>
+    (?i)^(?:\\text\s?\{\s*)?all real(?:s| numbers)?\s*\}?$ => \\mathbb{R}
+    ^\s*=(?!=) =>
     \*\* => ^
     <= => \\le▁
     >= => \\ge▁
@@ -95,6 +98,8 @@ _ARGUMENTS = rules(r"""
     (?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z]) => \\infty▁
     (?<![\\a-zA-Z])sqrt\s*\(([^()]*)\) => \\sqrt{\1}
     (?<![\\a-zA-Z{])(sin|cos|tan|cot|log|ln|exp|gcd|lcm)(?=[\s(\\\d^]) => \\\1▁
+    \\lor(?![a-zA-Z])(?=.*(?:[=<>]|\\(?:[lg]e|in)(?![a-zA-Z]))) => ▁or▁
+    \\land(?![a-zA-Z])(?=.*(?:[=<>]|\\(?:[lg]e|in)(?![a-zA-Z]))) => ▁and▁
     \^\s*(-?\d+) => ^{\1}
     \^\s*\(([^()]*)\) => ^{\1}
     \\(frac|sqrt|binom)\s+ => \\\1

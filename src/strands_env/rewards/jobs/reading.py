@@ -73,7 +73,7 @@ INFINITE = (Value("formula", text="-\\infty"), Value("formula", text="\\infty"))
 _CONSTANTS = {"\\emptyset": Value("list", text="set"), "\\mathbb{R}": Value("()", INFINITE)}
 _LIST = r",?\s*\\text\{\s*,?\s*(?:or|and|or else)\s*\}|,?\s+(?:and|or)\s+|[,;]"
 # Notation that math-verify does not support: compared literally.
-_SIGNS_ONLY = re.compile(r"\\(?:angle|ldots|(?:big)?star|mathcal|bigcirc|square)(?![a-zA-Z])|\\begin\{cases\}")
+_SIGNS_ONLY = re.compile(r"\\(?:angle|ldots|lor|land|(?:big)?star|mathcal|bigcirc|square)(?![a-zA-Z])|\\begin\{cases\}")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _SIGNS = (
@@ -83,7 +83,7 @@ _SIGNS = (
 _TURNED = {">": "<", "\\ge": "\\le"}
 _PLUS_MINUS = r"\\pm(?![a-zA-Z])"
 _NAME = re.compile(
-    r"(?:\\text\{[^{}]*\}|\\?[a-zA-Z]+'*|\\(?:angle|overline|triangle|vec|hat)\s*\{?\s*[a-zA-Z]+\}?)"
+    r"(?!(?:[ei]|\\pi|\\infty|\\emptyset)\Z)(?:\\text\{[^{}]*\}|\\?[a-zA-Z]+'*|\\(?:angle|overline|triangle|vec|hat)\s*\{?\s*[a-zA-Z]+\}?)"
     r"(?:_(?:\w|\{\w+\}))?\s*(?:\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\))?"
     r"|\(\s*\\?[a-zA-Z](?:_\w)?(?:\s*,\s*\\?[a-zA-Z](?:_\w)?)*\s*\)"
 )
@@ -218,24 +218,21 @@ def _choice(text: str) -> Value | None:
     return Value("words", text=found[1]) if found is not None else None
 
 
-def chosen(text: str) -> str | None:
-    """Return the letter of an answer that gives a choice with its value, such as `(B) 12`."""
-    found = re.fullmatch(r"\(?\s*([A-Z])\s*[).:](?!\s*[=<>+*/^-])\s*(.*)", words_of(spelled(text)).strip(), re.DOTALL)
-    return found[1] if found is not None and not _NOT_CHOSEN.search(found[2]) else None
+def chosen(text: str, question: str) -> str | None:
+    """Return the letter of an answer that gives a choice with its value, such as `(B) 12`.
 
-
-# Another letter, a verdict on the choice, or a verb of which it is the subject.
-_NOT_CHOSEN = re.compile(
-    r"(?<![a-zA-Z\\])(?:[A-Z]|(?i:or|and|not|never|incorrect|wrong|maybe|perhaps|[a-z]*n't))(?![a-zA-Z])"
-    r"|^(?i:is|are|was|does|did|has|can|cannot|could|may|might|must|will|would|should|fails?|seems?|looks?)(?![a-z])"
-)
+    Words after the letter may be a verdict on it ("A) eliminated"), unless the question has them after this letter.
+    """
+    found = re.fullmatch(r"\(?\s*([A-Z])\s*[).:](?!\s*[=<>+*/^-])\s*(.+)", words_of(spelled(text)).strip(), re.DOTALL)
+    if found is None:
+        return None
+    option, options = (re.sub(r"[\W_]+", " ", one).strip() for one in (found[0], question))
+    return found[1] if option in options or read(found[2]).kind not in ("words", "list") else None
 
 
 def _words(text: str) -> Value | None:
     """Words only, without mathematical signs."""
     plain = words_of(text)
-    if re.fullmatch(r"all real(?:s| numbers)?", plain.strip().casefold()):
-        return _CONSTANTS["\\mathbb{R}"]
     words = _WORD.findall(plain)
     is_list = split(plain, _LIST)[1]
     if re.search(r"[\\^_={}<>|+*/%0-9¤°?]", plain) or not words or is_list or FUNCTIONS.intersection(words):
@@ -262,12 +259,8 @@ def _list(text: str) -> Value | None:
         items = (first, *(Value("name", (item,), first.text) for item in others))
     elif last.kind == "unit" and first.kind in ("number", "formula"):  # 3 and 5 cm
         items = tuple(item if item.kind == "unit" else Value("unit", (item,), last.text) for item in items)
-    return Value("list", _flat(items), _joint(marks))
-
-
-def _joint(marks: list[str]) -> str:
     words = set(re.findall("or|and", " ".join(marks)))
-    return words.pop() if len(words) == 1 else ","
+    return Value("list", _flat(items), words.pop() if len(words) == 1 else ",")
 
 
 def _flat(items: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -281,8 +274,6 @@ def _union(text: str) -> Value | None:
 
 
 def _relation(text: str) -> Value | None:
-    if text.startswith("="):
-        return read(text[1:])
     parts, marks = split(text, _SIGNS)
     if not marks:
         return None
@@ -302,8 +293,7 @@ def _relation(text: str) -> Value | None:
 
 
 def _is_name(text: str) -> bool:
-    bare = text.strip()
-    return bare not in ("e", "i", "\\pi", "\\infty", "\\emptyset") and _NAME.fullmatch(bare) is not None
+    return _NAME.fullmatch(text.strip()) is not None
 
 
 def _plus_minus(text: str) -> Value | None:

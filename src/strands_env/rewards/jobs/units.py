@@ -17,21 +17,21 @@ pound-sterling £ gbp
 yen ¥ jpy
 rupee ₹ rupees inr
 mm millimeter millimeters millimetre millimetres
-cm cms centimeter centimeters centimetre centimetres
+cm cms Cm CM centimeter centimeters centimetre centimetres
 m meter meters metre metres
-km kms kilometer kilometers kilometre kilometres
+km kms Km KM kilometer kilometers kilometre kilometres
 inch in inches
-foot ft feet
+foot ft Ft feet
 yard yd yards
 mile mi miles
 mg milligram milligrams
 g gram grams
-kg kgs kilogram kilograms
+kg kgs Kg KG kilogram kilograms
 pound lb lbs pounds
 ounce oz ounces
 ton tons tonne tonnes
-ml milliliter milliliters millilitre millilitres
-l liter liters litre litres
+ml mL milliliter milliliters millilitre millilitres
+l L liter liters litre litres
 gallon gal gallons
 second s sec secs seconds
 minute min mins minutes
@@ -50,11 +50,11 @@ kilowatt kW kilowatts
 volt V volts
 ampere amp amps amperes
 ohm ohms Omega
-kelvin K kelvins
+kelvin kelvins
 pascal Pa pascals
 hertz Hz
-am
-pm
+am Am AM
+pm Pm PM
 person people persons
 child children
 man men
@@ -68,15 +68,19 @@ foot-pound foot-pounds
 """
 UNITS = {name: names.split()[0] for names in _SPELLINGS.strip().splitlines() for name in names.split()}
 # Words that end like a plural but count nothing, or that change the count.
-_NO_COUNTS = frozenset(
-    "is was as has does less plus minus times unless besides thus always perhaps sometimes equals exceeds fails across"
-    " hundreds thousands millions billions dozens dozen tens scores pairs pair couples squares powers roots"
-    " factors digits this his its us yes guess guesses values options others ones answers seems means gives makes"
-    " possibilities towards afterwards upwards downwards remains misses false wrong halves thirds quarters lakhs crores"
-    " grosses negatives reciprocals opposites inverses fourths fifths sixths sevenths eighths ninths tenths"
-    " elevenths twelfths percents points percentages multiples".split()
+_NO_COUNTS = re.compile(
+    r"is|was|as|has|does|less|plus|minus|times|unless|besides|thus|always|perhaps|sometimes|equals|exceeds"
+    r"|fails|across|hundreds|thousands|millions|billions|dozens|dozen|tens|scores|pairs|pair|couples|squares"
+    r"|powers|roots|factors|digits|this|his|its|us|yes|guess|guesses|values|options|others|ones|answers|seems"
+    r"|means|gives|makes|possibilities|towards|afterwards|upwards|downwards|remains|misses|false|wrong|halves"
+    r"|thirds|quarters|lakhs|crores|grosses|negatives|reciprocals|opposites|inverses|fourths|fifths|sixths"
+    r"|sevenths|eighths|ninths|tenths|elevenths|twelfths|percents|points|percentages|multiples|factorials"
+    r"|doubles|triples|quadruples|decades|centuries|millennia|googols|fortnights|exponents|logs|logarithms|sines"
+    r"|cosines|tangents|integrals|derivatives|sums|products|differences|quotients|remainders|ones|twos|threes"
+    r"|fours|fives|sevens|eights|nines|elevens|twelves"
+    r"|[a-z]*(?:teens|(?:twen|thir|for|fif|six|seven|eigh|nine)ties|teenths|tieths|hundredths|thousandths"
+    r"|illionths|illions)"  # but not: paths
 )
-_PARTS = re.compile(r"[a-z]*(?:teenths|tieths|hundredths|thousandths|illionths|illions)")  # but not: paths
 _NORMAL = rules(r"""
     [{}\\~,]|(?<=[a-zA-Z])\.(?!\w)|(?<=\b[ap])\. => ▁
     -(?!pounds) => ▁
@@ -101,19 +105,19 @@ def unit_of(text: str) -> str | None:
     parts = []
     for word in rewritten(text, _NORMAL).split():
         name, power, raised = word.partition("^")
-        known = UNITS.get(name) or UNITS.get(name.casefold()) or _counted(name)
+        known = UNITS.get(name) or UNITS.get(name[2:] and name.casefold()) or _counted(name)
         if known is None or not re.fullmatch(r"(?:-?\d)?", raised):
             return None
         parts.append(known + power + raised)
-    is_counted = any(one.startswith("#") for one in parts)
-    if not parts or parts[-1] == "/" or (is_counted and len(parts) > 1 and "/" not in parts):
+    unit = " ".join(parts)
+    if re.fullmatch(r"|.*/|(?=.*#)[^/]* [^/]*", unit):  # a noun has no other unit next to it
         return None
-    return " ".join(parts).replace(" / ", "/").replace("mile/hour", "mph")
+    return unit.replace(" / ", "/").replace("mile/hour", "mph")
 
 
 def _counted(word: str) -> str | None:
     """Return the noun of a plural that counts items, as `#egg`."""
     word = word.casefold()
-    if word in _NO_COUNTS or not re.fullmatch("[a-z]{2,20}[^sui]s", word) or _PARTS.fullmatch(word):
+    if _NO_COUNTS.fullmatch(word) or not re.fullmatch("[a-z]{2,20}[^sui]s", word):
         return None
     return f"#{word[:-3]}y" if word.endswith("ies") else f"#{word[:-1]}"

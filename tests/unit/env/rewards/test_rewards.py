@@ -631,11 +631,16 @@ PAIRS = lines_of("math_pairs.jsonl")
 TRUTHS = lines_of("math_truths.jsonl")
 
 
+OPTIONS = "Which one?\n" + "\n".join(
+    f"{letter}) {text}" for letter in "ABCDE" for text in ("Paris", "The sum is 12", "It grows")
+)
+
+
 async def misjudged(cases, is_right):
     """Return the pairs of truth and answer that `MathReward` judges wrongly, with its verdict."""
     reward = MathReward()
     results = await asyncio.gather(
-        *(reward.compute(action=task(truth), step_result=answered(text)) for truth, text in cases)
+        *(reward.compute(action=task(truth, OPTIONS), step_result=answered(text)) for truth, text in cases)
     )
     return [
         (*case, result.info["verdict"])
