@@ -194,8 +194,13 @@ class _Timer:
 
     def start(self, seconds: float) -> None:
         self._left = seconds
+        self._is_over = False
         self._began = self._loop.time()
-        self._handle = self._loop.call_later(seconds, self._call, self)
+        self._handle = self._loop.call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._call(self)
 
     def pause(self) -> None:
         self._queued += 1
@@ -207,13 +212,13 @@ class _Timer:
 
     def resume(self) -> None:
         self._queued -= 1
-        if self._queued == 0 and self._left > 0:
-            self.start(self._left)
+        if self._queued == 0 and not self._is_over:
+            self.start(self._left)  # below 0 if the loop was busy beyond the limit
         if self._outer is not None:
             self._outer.resume()
 
     def cancel(self) -> None:
-        self._left = 0.0
+        self._is_over = True
         self._handle.cancel()
 
 

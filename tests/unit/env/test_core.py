@@ -54,7 +54,7 @@ from strands_env.core.models import (
     openai_model_factory,
     sglang_model_factory,
 )
-from strands_env.core.supervision import invoke
+from strands_env.core.supervision import invoke, queued, start_limited
 from strands_env.environments import CalculatorEnvironment, MCPEnvironment
 from strands_env.eval import CheckpointError, Evaluator
 from strands_env.rewards import AllOf, ExactMatchReward, RegexReward, WeightedSum, WorkerLimits
@@ -797,6 +797,25 @@ async def test_finished_tool_keeps_its_result_on_a_late_loop(outcome, chatml_tok
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
     assert ("computed" if outcome == "result" else "the database was slow") in server.requests[1].text
+
+
+async def test_a_time_limit_that_passes_before_a_task_queues_still_ends_it():
+    # The task blocks the event loop beyond its limit and queues before the timer can fire.
+    fired = []
+    is_late = asyncio.Event()
+
+    async def work():
+        for _ in range(2):  # and a limit ends a task only once
+            with queued():
+                await asyncio.sleep(0)
+            await is_late.wait()
+
+    def end():
+        fired.append(True)
+        is_late.set()
+
+    await asyncio.wait_for(start_limited(work(), 0.0, end), LIMIT)
+    assert fired == [True]
 
 
 async def test_tool_that_ignores_cancellation_cannot_block(chatml_tokenizer, monkeypatch):
