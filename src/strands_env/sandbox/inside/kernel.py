@@ -25,6 +25,7 @@ MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MS_NOATIME, MS_NODIRATIME, MS_RELATIME = 1024, 2048, 1 << 21
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+PR_SET_VMA = 0x53564D41
 SECCOMP_MODE_FILTER = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -216,8 +217,15 @@ def filter_system_calls(only_pairs: bool) -> None:
         *_call(machine.clone, _argument(0), (_ANY_BIT, 0, 1, namespaces), _REFUSE),
         *_call(machine.fcntl, _argument(1), (_EQUAL, 0, 1, _F_SETPIPE_SZ), _REFUSE),
         *_call(machine.setsockopt, _argument(2), (_EQUAL, 0, 1, _SO_SNDBUF), _REFUSE),
-        # The first hides a process from the watcher, the second takes memory.
-        *_call(machine.prctl, _argument(0), (_EQUAL, 1, 0, PR_SET_DUMPABLE), (_EQUAL, 0, 1, PR_SET_SECCOMP), _REFUSE),
+        # The first two hide a process and its shared memory from the watcher, the last takes memory.
+        *_call(
+            machine.prctl,
+            _argument(0),
+            (_EQUAL, 2, 0, PR_SET_DUMPABLE),
+            (_EQUAL, 1, 0, PR_SET_VMA),
+            (_EQUAL, 0, 1, PR_SET_SECCOMP),
+            _REFUSE,
+        ),
         *sockets,
         _ALLOWED,
     ]
