@@ -265,16 +265,16 @@ class PythonSandbox:
         text = bytes(output[: self.limits.output_bytes]).decode("utf-8", errors="replace")
         if too_much:
             return Execution(output=text, ended="output", exit_code=None, mode=self.mode)
-        if overdue and self.mode != "unsafe":
-            raise SandboxError(f"a program was still running {GRACE_S:g} seconds after its time limit")
-        if overdue:  # it can stop its watchers
-            return Execution(output=text, ended="timeout", exit_code=None, mode=self.mode)
-        return self._execution(bytes(status), text)
+        return self._execution(bytes(status), text, overdue)
 
-    def _execution(self, status: bytes, text: str) -> Execution:
+    def _execution(self, status: bytes, text: str, overdue: bool) -> Execution:
         """Return how a program ended. Once it runs, any harm to its watchers that it could do is its own failure."""
         reports = _reports(status)
         began = bool(reports) and "refused" not in reports[0]
+        if overdue and not began:
+            raise SandboxError(f"a program had not started {GRACE_S:g} seconds after its time limit")
+        if overdue:  # it can slow down its watchers, or in `unsafe` mode stop them
+            return Execution(output=text, ended="timeout", exit_code=None, mode=self.mode)
         safe = self.mode != "unsafe"
         refused = [report["refused"] for report in reports if "refused" in report]
         if refused and (safe or not began):

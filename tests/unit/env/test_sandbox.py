@@ -209,6 +209,26 @@ async def test_shared_memory_counts_that_no_process_has_in_its_pages(mode, way):
     assert ran.ended == "memory"
 
 
+MANY = {
+    "shared": "[mmap.mmap(-1, 4096) for _ in range(2_500)]",
+    "private": "[mmap.mmap(-1, 4096, flags=34, prot=1 + 2 * (n % 2)) for n in range(9_500)]",  # no two merge
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+async def test_memory_in_too_many_pieces_to_count_is_too_much(mode, kind):
+    # To look at each took so long that a program could take any memory, and run beyond its time limit.
+    source = program(f"""
+        import mmap, os, time
+        kept = {MANY[kind]}
+        for _ in range(22):
+            if os.fork() == 0: break
+        time.sleep(100)
+    """)
+    ran = await sandbox_in(mode, replace(SMALL, memory_bytes=2 << 30)).run(source)
+    assert ran.ended == "memory"
+
+
 async def test_no_memory_exists_outside_processes(safe_mode):
     # It would count neither for a process nor for a file, and shared segments outlive all processes.
     ran = await sandbox_in(safe_mode).run(
@@ -431,6 +451,7 @@ async def test_uncountable_memory_is_denied(safe_mode):
             'io_uring': lambda: libc.syscall(425, 1, ctypes.create_string_buffer(256)),
             'landlock': lambda: libc.syscall(444, ctypes.byref(ctypes.c_uint64(1)), 8, 0),
             'filters': lambda: libc.prctl(22, 2, None, 0, 0),
+            'names of memory': lambda: libc.prctl(0x53564d41, 0, None, 0, b'x'),
         }
         for name, call in calls.items():
             try: result, error = call(), ctypes.get_errno()
@@ -778,6 +799,14 @@ async def test_a_program_that_stops_its_watchers_is_ended(monkeypatch):
             assert ran.ended in ("exited", "timeout") and ran.exit_code != 0, (target, number, ran)
 
 
+async def test_a_program_beyond_its_time_that_no_watcher_ends_has_failed(mode, monkeypatch):
+    monkeypatch.setattr("strands_env.sandbox.python_sandbox.GRACE_S", 1.0)
+    ran = asyncio.ensure_future(sandbox_in(mode, SandboxLimits(wall_s=1.0)).run("while True: pass"))
+    (outermost, *_), _ = await begun(ran)
+    os.kill(outermost, signal.SIGSTOP)
+    assert (await ran).ended == "timeout"
+
+
 def test_namespaces_hold_without_privileges():
     programs = [program(text).format(targets="(1, os.getppid())") for text in ATTACKS.values()]
     programs = [f"import os\n{text}" for text in programs]
@@ -877,12 +906,8 @@ async def test_unix_sockets_of_the_machine_cannot_be_reached(safe_mode, project)
             server.accept() if server.type == socket.SOCK_STREAM else server.recv(1)
 
 
-@pytest.mark.parametrize("victim", [0, -1])
-async def test_nothing_is_left_when_a_watcher_is_killed(mode, victim, folders):
-    code = (
-        "import os, time\nfor _ in range(3):\n    if os.fork() == 0: os.setsid(); break\nprint('on'); time.sleep(1000)"
-    )
-    ran = asyncio.ensure_future(sandbox_in(mode, SandboxLimits(wall_s=60)).run(code))
+async def begun(ran):
+    """Wait until the program of a run is there; return its watchers, outermost first, and its processes."""
     watching = []
     left = []
     while len(watching) < 2 or not left:
@@ -893,6 +918,16 @@ async def test_nothing_is_left_when_a_watcher_is_killed(mode, victim, folders):
         while more := {pid for pid, (parent, _) in found.items() if parent in family} - family:
             family |= more
         left = [pid for pid in family - set(watching) if pid in found and "main.py" in found[pid][1]]
+    return watching, left
+
+
+@pytest.mark.parametrize("victim", [0, -1])
+async def test_nothing_is_left_when_a_watcher_is_killed(mode, victim, folders):
+    code = (
+        "import os, time\nfor _ in range(3):\n    if os.fork() == 0: os.setsid(); break\nprint('on'); time.sleep(1000)"
+    )
+    ran = asyncio.ensure_future(sandbox_in(mode, SandboxLimits(wall_s=60)).run(code))
+    watching, left = await begun(ran)
     os.kill(watching[victim], signal.SIGKILL)
     with contextlib.suppress(SandboxError):  # the killer is unknown
         assert (await ran).exit_code == -signal.SIGKILL

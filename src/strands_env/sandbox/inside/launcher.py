@@ -330,7 +330,7 @@ def _wait(config: dict[str, Any], members: Members, child: int, reads: int) -> t
             return "timeout", None
         if numbers:
             members.program = numbers[0]
-            if (exceeded := _exceeded_limit(config, members)) is not None:
+            if (exceeded := _exceeded_limit(config, members, deadline)) is not None:
                 return exceeded, None
         left = max(0.0, min(POLL_S, deadline - time.monotonic()))
         came = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, left)
@@ -338,12 +338,12 @@ def _wait(config: dict[str, Any], members: Members, child: int, reads: int) -> t
             return "stopped", None
 
 
-def _exceeded_limit(config: dict[str, Any], members: Members) -> str | None:
+def _exceeded_limit(config: dict[str, Any], members: Members, deadline: float) -> str | None:
     """Return the limit that a program exceeds; None if there is none."""
     pids = members.pids()
     if len(pids) > config["processes"]:  # the kernel's limit does not apply to root; to measure many takes long
         return "processes"
-    used = members.usage(pids)
+    used = members.usage(pids, deadline)
     if used.memory > config["memory_bytes"]:
         return "memory"
     if config["mode"] != "namespaces":

@@ -16,6 +16,11 @@ from . import kernel
 
 ROUNDS = 200  # most attempts to end all processes, 10 ms apart
 PIPE_BYTES = 64 << 10  # capacity of a pipe, which a program may not enlarge
+# A program with more memory mappings than these exceeds its memory: to measure them would take as long as it needs to
+# take more. All processes together have at most so many mappings, and so many files without a name.
+MAPPINGS = 200_000
+NAMELESS = 2_000
+UNCOUNTED = 1 << 60  # bytes; more than any limit
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,8 @@ class Members(ABC):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
-    def usage(self, pids: Sequence[int]) -> Usage:
-        """Return the resources that processes use."""
+    def usage(self, pids: Sequence[int], deadline: float) -> Usage:
+        """Return the resources that processes use; some of them once the monotonic clock has passed the deadline."""
         opened = [state for pid in pids for state in self._open_files(pid)]
         pipes = {state.st_ino for state in opened if stat.S_ISFIFO(state.st_mode)}
         sockets = {state.st_ino for state in opened if stat.S_ISSOCK(state.st_mode)}
@@ -77,8 +82,7 @@ class Members(ABC):
         buffers = len(pipes) * PIPE_BYTES + self._sockets(len(sockets)) * self._socket_bytes
         found = [_status(pid, lines=100) for pid in pids]
         resident = _bytes(found, "VmRSS", "VmSwap", "VmPTE", "HugetlbPages")
-        shared = sum({file: size for pid in pids for file, size in _shared_memory(pid)}.values())
-        absent = max(0, shared - _bytes(found, "RssShmem"))
+        absent = max(0, _shared_memory(pids, deadline) - _bytes(found, "RssShmem"))
         return Usage(resident + absent + buffers, sum(unnamed.values()))
 
     def _open_files(self, pid: int) -> Iterator[os.stat_result]:
@@ -123,10 +127,10 @@ class OfUser(Members):
         mine = str(self.uid)
         return [pid for pid, status in found.items() if status.get("Uid") == mine and status.get("State") != "Z"]
 
-    def usage(self, pids: Sequence[int]) -> Usage:
-        """Return the resources that processes use."""
+    def usage(self, pids: Sequence[int], deadline: float) -> Usage:
+        """Return the resources that processes use; some of them once the monotonic clock has passed the deadline."""
         with kernel.files_as(self.uid):
-            return super().usage(pids)
+            return super().usage(pids, deadline)
 
     def _open_files(self, pid: int) -> Iterator[os.stat_result]:
         try:
@@ -192,22 +196,37 @@ def _bytes(statuses: Iterable[Mapping[str, str]], *names: str) -> int:
     return sum(int(status.get(name, 0)) for status in statuses for name in names) << 10
 
 
-def _shared_memory(pid: int) -> Iterator[tuple[bytes, int]]:
-    """Yield each file without a name that a process maps, with its size in bytes.
+def _shared_memory(pids: Iterable[int], deadline: float) -> int:
+    """Return the size in bytes of the files without a name that processes map; `UNCOUNTED` if there are too many.
 
     Such files are memory that stays when no process has its pages: of `mmap(-1, ...)`, of memfd_create, of System V.
     """
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
-        for line in maps:
-            if line.endswith(b" (deleted)\n"):
-                span, _, _, *file = line.split()[:5]
-                try:
-                    size = os.stat(b"/proc/%d/map_files/%b" % (pid, span)).st_blocks * 512
-                except OSError:  # only root may; what is mapped counts as full
-                    file.append(span)
-                    start, end = span.split(b"-")
-                    size = int(end, 16) - int(start, 16)
-                yield b" ".join(file), size
+    sizes: dict[bytes, int] = {}
+    for count, (pid, line) in enumerate(_mappings(pids, deadline)):
+        if count > MAPPINGS or len(sizes) > NAMELESS:
+            return UNCOUNTED
+        if line.endswith(b" (deleted)\n") or b" [anon_shmem:" in line:
+            span, _, _, *names = line.split()[:5]
+            file = b" ".join(names)
+            mapped = b" ".join((file, span))
+            if file in sizes or mapped in sizes:
+                continue
+            try:
+                sizes[file] = os.stat(b"/proc/%d/map_files/%b" % (pid, span)).st_blocks * 512
+            except OSError:  # only root may; what is mapped counts as full
+                start, end = span.split(b"-")
+                sizes[mapped] = int(end, 16) - int(start, 16)
+    return sum(sizes.values())
+
+
+def _mappings(pids: Iterable[int], deadline: float) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of /proc/PID/maps of processes, up to a deadline."""
+    for pid in pids:
+        if time.monotonic() > deadline:
+            return
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+            for line in maps:
+                yield pid, line
 
 
 def _status(pid: int, lines: int = 10) -> dict[str, str]:
