@@ -213,9 +213,11 @@ def is_conclusive(result: StepResult) -> bool:
     if result.termination_reason in _NOT_THE_POLICY or result.reward_error_is_infrastructure:
         return False
     metrics = result.observation.metrics
-    # False if the agent never called its model, for example because `reset` failed or hung.
-    was_called = metrics.get("model_calls") != 0 and (metrics.get("sampled_tokens") != 0 or "sequences" not in metrics)
-    return was_called or result.termination_reason not in (TerminationReason.AGENT_ERROR, TerminationReason.TIMEOUT)
+    # The agent may never have called its model, for example because `reset` failed or hung.
+    was_called = metrics.get("model_calls") != 0
+    if result.termination_reason is TerminationReason.AGENT_ERROR:
+        return was_called and (metrics.get("sampled_tokens") != 0 or "sequences" not in metrics)
+    return was_called or result.termination_reason is not TerminationReason.TIMEOUT
 
 
 def is_error(result: StepResult, *, is_judged: bool) -> bool:

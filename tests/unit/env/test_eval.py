@@ -822,6 +822,10 @@ ERRORS = {
     "the agent's code": step_result(None, reason=TerminationReason.AGENT_ERROR, error="KeyError: 'x'"),
     "the reward function": step_result(None, error="reward function: ValueError: no"),
     "no answer in time": StepResult(observation=Observation(), termination_reason=TerminationReason.TIMEOUT),
+    "no token in time": StepResult(
+        observation=Observation(metrics={"model_calls": 1, "sampled_tokens": 0, "sequences": 1}),
+        termination_reason=TerminationReason.TIMEOUT,
+    ),
     "a reward that is not a number": step_result(float("nan")),
     "raised": RuntimeError("the environment itself"),
     "raised for its time": asyncio.TimeoutError("too long"),
