@@ -25,8 +25,8 @@ from .backends import BackendError, EndOnBackendErrors
 logger = logging.getLogger(__name__)
 
 MAX_RESULT_CHARS = 32_000
-MIN_START_S = 10.0
-"""Least time for a server to start in seconds: on a busy machine, its interpreter alone takes some."""
+GRACE_S = 5.0
+"""Seconds for which a step waits for a start that it has cancelled."""
 _POLL_S = 0.1
 _FAILED = ("Tool execution failed", TOOL_TIMEOUT_PREFIX)
 """Starts of results of calls that no server answered. Strands also uses its own for calls that a server refused."""
@@ -90,8 +90,8 @@ class MCPEnvironment(Environment):
             *args: Other positional arguments of `Environment`.
             clients: Function, sync or async, that returns one or several clients for a step; or clients that are
                 already running, for all steps.
-            answer_timeout: Seconds in which a server must start (10 at least), and in which it must list its tools.
-                Servers are asked at the start of a step and after a failed call.
+            answer_timeout: Seconds in which a server must start (or its client's `startup_timeout`, if that is longer),
+                and in which it must list its tools. Servers are asked at the start of a step and after a failed call.
             max_result_chars: Characters of a tool result that the model sees, 32,000 by default; a note is added to a
                 truncated result. None for no limit.
             **kwargs: Other keyword arguments of `Environment`.
@@ -144,8 +144,9 @@ class MCPEnvironment(Environment):
 
     async def _start(self, client: MCPClient) -> None:
         servers, is_over = self._servers, threading.Event()
-        seconds = max(self._answer_timeout, MIN_START_S)
-        connect: Any = client._transport_callable
+        seconds = max(self._answer_timeout, getattr(client, "_startup_timeout", 0))
+        late = TimeoutError("it was not ready in time (answer_timeout)")
+        connect: Any = getattr(client, "_transport_callable", None)  # None: a client that this cannot interrupt
 
         # Strands' client waits without limit for a server's first answer, also while it is stopped.
         @asynccontextmanager
@@ -163,7 +164,7 @@ class MCPEnvironment(Environment):
                 async with connect() as streams:
                     yield streams
             if scope.cancelled_caught:
-                raise BackendError("it was not ready in time (answer_timeout)")
+                raise late
 
         def start() -> None:
             client._transport_callable = connect_in_time
@@ -171,6 +172,9 @@ class MCPEnvironment(Environment):
                 client.start()  # a client that fails to start stops itself
             finally:
                 client._transport_callable = connect
+            if is_over.is_set():  # perhaps no step waits any more
+                client.stop(None, None, None)
+                raise late
             servers.own.append(client)
 
         starting = asyncio.ensure_future(run_in_thread(start))
@@ -178,8 +182,9 @@ class MCPEnvironment(Environment):
             await asyncio.wait({starting}, timeout=seconds)
         finally:
             is_over.set()
-            await asyncio.wait({starting})
-            error = starting.exception()
+            await asyncio.wait({starting}, timeout=GRACE_S)
+            error = starting.exception() if starting.done() else late
+            starting.cancel()  # no longer wait for it
         if error is not None:
             raise BackendError(f"an MCP server did not start: {error}") from error
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from mcp import StdioServerParameters, stdio_client
 from strands.tools.mcp import MCPClient
+from strands.types import PaginatedList
 
 from strands_env.core import TerminationReason
 from strands_env.environments import (
@@ -297,19 +298,53 @@ async def test_silent_server_does_not_hang_the_step(factory):
 
 
 @pytest.mark.parametrize("episode_timeout", [None, 0.5])
-async def test_server_that_never_answers_ends_with_its_start(factory, monkeypatch, episode_timeout):
-    monkeypatch.setattr(mcp_environment, "MIN_START_S", 0.5)
+async def test_server_that_never_answers_ends_with_its_start(factory, episode_timeout):
     command = StdioServerParameters(command=sys.executable, args=["-S", "-c", "input() and input()", str(SERVER)])
-    client = MCPClient(lambda: stdio_client(command))
+    client = MCPClient(lambda: stdio_client(command), startup_timeout=1)
     limits = {"answer_timeout": 0.2 if episode_timeout is None else 60.0, "episode_timeout": episode_timeout}
     environment = MCPEnvironment(factory("x"), clients=lambda: client, **limits)
     result = await asyncio.wait_for(environment.step(task("x")), 30)
     assert result.observation.metrics["model_calls"] == 0 and servers() == []
     if episode_timeout is None:
         assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
-        assert "did not start" in result.error and "not ready in time" in result.error
+        assert "did not start" in result.error
     else:
         assert result.termination_reason == TerminationReason.TIMEOUT
+
+
+async def test_start_that_cannot_be_interrupted_does_not_hold_the_step(factory, monkeypatch):
+    monkeypatch.setattr(mcp_environment, "GRACE_S", 0.1, raising=False)
+    begun, is_over, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Client:
+        def start(self):
+            begun.set()
+            is_over.wait(10)
+
+        def stop(self, *error):
+            ended.set()
+
+    environment = MCPEnvironment(factory("x"), clients=lambda: [Client()], answer_timeout=0.1)
+    result = await asyncio.wait_for(environment.step(task("x")), 5)
+    assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
+    assert "did not start: it was not ready in time" in result.error and not ended.is_set()
+    is_over.set()
+    assert ended.wait(20)  # a server that starts too late is stopped
+
+
+async def test_client_needs_only_the_public_methods(factory):
+    class Client:
+        def start(self):
+            pass
+
+        def stop(self, *error):
+            pass
+
+        def list_tools_sync(self, pagination_token=None):
+            return PaginatedList([])
+
+    result = await MCPEnvironment(factory("x"), clients=lambda: [Client()]).step(task("x"))
+    assert result.termination_reason == TerminationReason.TASK_COMPLETE, result.error
 
 
 async def test_long_result_is_truncated_with_a_note(factory):
