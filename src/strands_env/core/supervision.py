@@ -330,6 +330,7 @@ async def expendable(function: Callable[..., Coroutine[Any, Any, T]], /, *args: 
 
     work = contained()
     task = asyncio.ensure_future(work)
+    task.add_done_callback(_forget)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.environment import call_reward
+from ..core.supervision import expendable
 from ..core.types import Action, RewardFunction, RewardResult, StepResult
 
 
@@ -36,7 +37,9 @@ class WeightedSum(RewardFunction):
 
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
         """Compute all parts and return their weighted sum."""
-        running = [asyncio.ensure_future(call_reward(part, action, step_result)) for part, _ in self.parts.values()]
+        running = [
+            asyncio.ensure_future(expendable(call_reward, part, action, step_result)) for part, _ in self.parts.values()
+        ]
         try:
             results = await asyncio.gather(*running)
         finally:

@@ -5,6 +5,7 @@ import asyncio
 import base64
 import contextlib
 import functools
+import gc
 import inspect
 import json
 import os
@@ -1244,10 +1245,11 @@ def test_process_does_not_wait_for_hanging_tools():
     assert ran.stdout == "task_complete\n", ran
 
 
-@pytest.mark.parametrize("what", ["reward", "metrics"])
+@pytest.mark.parametrize("what", ["reward", "part of a reward", "metrics"])
 async def test_what_ignores_its_cancellation_after_the_episode_is_ended(monkeypatch, what):
     monkeypatch.setattr("strands_env.core.supervision.RECANCEL_AFTER", 0.01)
-    ended = []
+    ended, unheard = [], []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
 
     async def ignore(*args, **kwargs):
         try:
@@ -1261,15 +1263,19 @@ async def test_what_ignores_its_cancellation_after_the_episode_is_ended(monkeypa
         async def compute(self, **kwargs):
             return 1.0 if what == "metrics" else await ignore()
 
-    environment = Environment(lambda: ScriptedModel(["4"]), Stubborn(), reward_timeout=0.01)
+    reward = WeightedSum({"part": (Stubborn(), 1.0)}) if what == "part of a reward" else Stubborn()
+    environment = Environment(lambda: ScriptedModel(["4"]), reward, reward_timeout=0.01)
     if what == "metrics":
         environment.compute_metrics = ignore
     before = asyncio.all_tasks()
     result = await asyncio.wait_for(environment.step(tasks(1)[0]), 10)
     assert ended == [what] and "longer than 0.01 seconds" in result.error
-    assert (result.reward is None) == (what == "reward")
-    await asyncio.sleep(0)
+    assert (result.reward is None) == (what != "metrics")
+    for _ in range(5):
+        await asyncio.sleep(0)
     assert asyncio.all_tasks() - before == set()
+    gc.collect()
+    assert unheard == []
 
 
 async def test_cleanup_that_ignores_cancellation_is_abandoned(monkeypatch):
