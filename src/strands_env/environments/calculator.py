@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,7 +93,9 @@ def evaluate(expression: str) -> Number:
         )
     text = expression.translate(_SIGNS).strip()
     try:
-        tree = ast.parse(text, mode="eval")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `1if 2else 3` is valid, but Python would print a warning
+            tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ArithmeticExpressionError(f"not an arithmetic expression: {_shown(expression)}") from None
     try:
@@ -105,7 +108,9 @@ def evaluate(expression: str) -> Number:
         raise ArithmeticExpressionError(f"the expression is nested more than {MAX_NESTING} deep") from None
     except ArithmeticExpressionError:
         raise
-    except (TypeError, ValueError) as error:
+    except TypeError:
+        raise ArithmeticExpressionError(f"{_shown(expression)}: a function has too few or too many arguments") from None
+    except ValueError as error:
         raise ArithmeticExpressionError(f"{_shown(expression)}: {error}") from None
 
 

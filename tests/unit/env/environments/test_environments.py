@@ -611,6 +611,18 @@ HOSTILE = {
 }
 
 
+@pytest.mark.parametrize("expression", ["min(1)", "max()", "round()", "comb(5)"])
+def test_wrong_number_of_arguments_is_said_as_such(expression):
+    with pytest.raises(ArithmeticExpressionError, match="too few or too many arguments"):
+        evaluate(expression)
+
+
+def test_an_expression_prints_no_warning_of_python(recwarn):
+    with pytest.raises(ArithmeticExpressionError):
+        evaluate("1if 2else 3")
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("expression", HOSTILE.keys(), ids=lambda text: text[:20])
 def test_invalid_expressions_are_refused_at_once_with_a_reason(expression):
     began = time.process_time()
