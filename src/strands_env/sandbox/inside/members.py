@@ -20,7 +20,6 @@ PIPE_BYTES = 64 << 10  # capacity of a pipe, which a program may not enlarge
 # take more. All processes together have at most so many mappings, and so many files without a name.
 MAPPINGS = 200_000
 NAMELESS = 2_000
-UNCOUNTED = 1 << 60  # bytes; more than any limit
 
 
 @dataclass(frozen=True)
@@ -197,18 +196,18 @@ def _bytes(statuses: Iterable[Mapping[str, str]], *names: str) -> int:
 
 
 def _shared_memory(pids: Iterable[int], deadline: float) -> int:
-    """Return the size in bytes of the files without a name that processes map; `UNCOUNTED` if there are too many.
+    """Return the size in bytes of the files without a name that processes map; more than any limit if too many.
 
     Such files are memory that stays when no process has its pages: of `mmap(-1, ...)`, of memfd_create, of System V.
     """
     sizes: dict[bytes, int] = {}
     for count, (pid, line) in enumerate(_mappings(pids, deadline)):
         if count > MAPPINGS or len(sizes) > NAMELESS:
-            return UNCOUNTED
+            return 1 << 60
         if line.endswith(b" (deleted)\n") or b" [anon_shmem:" in line:
             span, _, _, *names = line.split()[:5]
             file = b" ".join(names)
-            mapped = b" ".join((file, span))
+            mapped = file + b" " + span
             if file in sizes or mapped in sizes:
                 continue
             try:
