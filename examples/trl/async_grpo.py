@@ -2,36 +2,52 @@
 
     python examples/trl/async_grpo.py MODEL http://localhost:30000
 
-MODEL is the folder that the server serves. See docs/guides/trl.md.
+MODEL is the folder that the server serves. TRL's own options may follow, such as --max_steps 10, and --lora_r 16
+to train an adapter. See docs/guides/trl.md.
 """
 
 import itertools
 import random
 import sys
+from dataclasses import dataclass
 
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoTokenizer
+from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from strands_env.core import Action, TaskContext
 from strands_env.core.models import sglang_model_factory
 from strands_env.environments import CalculatorEnvironment
-from strands_env.rewards import MathReward
+from strands_env.rewards import RegexReward
 from strands_sglang.trainers.trl import AsyncGRPORollouts, SGLangWeights
 
-model_path, base_url = sys.argv[1:3]
+
+@dataclass
+class Adapter:
+    """What the command line has beside TRL's options."""
+
+    lora_r: int = 0  # rank of a LoRA adapter; 0 trains all weights
+
+
+model_path, base_url, *options = sys.argv[1:]
+parser = TrlParser((AsyncGRPOConfig, Adapter))
+parser.set_defaults(output_dir="out", max_steps=100, learning_rate=1e-6, token_budget=16384, temperature=1.0)
+config, adapter = parser.parse_args_and_config(options)
 factory = sglang_model_factory(
     tokenizer=AutoTokenizer.from_pretrained(model_path),
     base_url=base_url,
-    sampling_params={"max_new_tokens": 256, "temperature": 1.0},
+    sampling_params={"max_new_tokens": 256, "temperature": config.temperature},
     on_abort="resume",  # a push of weights interrupts an answer, which continues with the new ones
 )
+reward = RegexReward(r"(\d+)\D*$", group=1)  # the last number of the answer
 
 
 async def run_episode(task):
     """Run one episode."""
     question, truth = task
-    env = CalculatorEnvironment(model_factory=factory, reward_fn=MathReward(), max_tool_iterations=4)
+    env = CalculatorEnvironment(model_factory=factory, reward_fn=reward, max_tool_iterations=4)
     result = await env.step(Action(message=question, task_context=TaskContext(ground_truth=truth)))
     return result.episode(group=question)
 
@@ -46,10 +62,11 @@ def tasks():
 rollouts = AsyncGRPORollouts(run_episode, tasks(), SGLangWeights(base_url), group_size=8, normalize_std=True)
 AsyncGRPOTrainer(
     model=model_path,
-    args=AsyncGRPOConfig(output_dir="out", max_steps=100, learning_rate=1e-6, token_budget=16384, temperature=1.0),
+    args=config,
     processing_class=AutoTokenizer.from_pretrained(model_path),
     train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "unused"}]] * 8}),
     reward_funcs=None,
     rollout_worker=rollouts,
     weight_transfer=rollouts,
+    peft_config=LoraConfig(r=adapter.lora_r, task_type="CAUSAL_LM") if adapter.lora_r else None,
 ).train()

@@ -2,14 +2,17 @@
 
     python examples/trl/grpo.py MODEL http://localhost:30000
 
-MODEL is the folder that the server serves. Rollouts and training take turns. See docs/guides/trl.md.
+MODEL is the folder that the server serves. TRL's own options may follow, such as --max_steps 10, and --lora_r 16
+to train an adapter. Rollouts and training take turns. See docs/guides/trl.md.
 """
 
 import sys
+from dataclasses import dataclass
 
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 from strands_env.core import Action, TaskContext
 from strands_env.core.models import sglang_model_factory
@@ -21,31 +24,39 @@ TASKS = {f"What is {a} * {b}?": str(a * b) for a in range(11, 41) for b in range
 GROUP, ROWS = 8, 12  # episodes per prompt, and rows: more than the episodes make, forks and sub-agents included
 
 
-def main(model_path, base_url, **settings):
-    """Train."""
-    factory = sglang_model_factory(
-        tokenizer=AutoTokenizer.from_pretrained(model_path),
-        base_url=base_url,
-        sampling_params={"max_new_tokens": 256, "temperature": 1.0},
-    )
-    reward = RegexReward(r"(\d+)\D*$")  # the last number of the answer
+@dataclass
+class Adapter:
+    """What the command line has beside TRL's options."""
 
-    async def run_episode(question):
-        """Run one episode."""
-        env = CalculatorEnvironment(model_factory=factory, reward_fn=reward, max_tool_iterations=4)
-        result = await env.step(Action(message=question, task_context=TaskContext(ground_truth=TASKS[question])))
-        return result.episode(group=question)
-
-    options = {"output_dir": "out", "learning_rate": 1e-6, "per_device_train_batch_size": ROWS, "temperature": 1.0}
-    GRPOTrainer(
-        model=model_path,
-        args=GRPOConfig(**{**options, **settings}, num_generations=ROWS, loss_type="dapo", scale_rewards="none"),
-        processing_class=AutoTokenizer.from_pretrained(model_path),
-        train_dataset=Dataset.from_dict({"prompt": list(TASKS)}),
-        reward_funcs=row_advantages,
-        rollout_func=GRPORollouts(run_episode, group_size=GROUP, weights=SGLangWeights(base_url), normalize_std=True),
-    ).train()
+    lora_r: int = 0  # rank of a LoRA adapter; 0 trains all weights
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:3])
+model_path, base_url, *options = sys.argv[1:]
+parser = TrlParser((GRPOConfig, Adapter))
+parser.set_defaults(output_dir="out", learning_rate=1e-6, temperature=1.0, loss_type="dapo", scale_rewards="none")
+parser.set_defaults(num_generations=ROWS, per_device_train_batch_size=ROWS)
+config, adapter = parser.parse_args_and_config(options)
+factory = sglang_model_factory(
+    tokenizer=AutoTokenizer.from_pretrained(model_path),
+    base_url=base_url,
+    sampling_params={"max_new_tokens": 256, "temperature": config.temperature},
+)
+reward = RegexReward(r"(\d+)\D*$", group=1)  # the last number of the answer
+
+
+async def run_episode(question):
+    """Run one episode."""
+    env = CalculatorEnvironment(model_factory=factory, reward_fn=reward, max_tool_iterations=4)
+    result = await env.step(Action(message=question, task_context=TaskContext(ground_truth=TASKS[question])))
+    return result.episode(group=question)
+
+
+GRPOTrainer(
+    model=model_path,
+    args=config,
+    processing_class=AutoTokenizer.from_pretrained(model_path),
+    train_dataset=Dataset.from_dict({"prompt": list(TASKS)}),
+    reward_funcs=row_advantages,
+    rollout_func=GRPORollouts(run_episode, group_size=GROUP, weights=SGLangWeights(base_url), normalize_std=True),
+    peft_config=LoraConfig(r=adapter.lora_r, task_type="CAUSAL_LM") if adapter.lora_r else None,
+).train()

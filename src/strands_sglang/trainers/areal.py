@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from ..credit import Episode, TrainingRow, TrainingRows, training_rows, version_number
@@ -37,7 +37,13 @@ _ACTOR = {
     "discount": (1.0, "an advantage would shrink with a row's length; use training_rows(discount=...)"),
     "gae_lambda": (1.0, "an advantage would shrink with a row's length"),
     "kl_ctl": (0.0, "without a reference model it adds the logprobs themselves to the advantages"),
+    "importance_sampling_level": ("token", "a ratio of a row is none of an episode"),
 }
+_ANY_VALUE = frozenset(
+    ("ppo_n_minibatches", "eps_clip", "eps_clip_higher", "c_clip", "reward_clip", "kl_estimator", "recompute_logprob")
+    + ("use_decoupled_loss", "prox_logp_method", "max_new_tokens")
+)
+"""Settings of AReaL's actor that leave the weights of rows and tokens as they are."""
 
 
 def check_config(config: Any) -> None:
@@ -47,12 +53,22 @@ def check_config(config: Any) -> None:
         config: AReaL's `PPOConfig` or `GRPOConfig`.
 
     Raises:
-        ValueError: A setting would change the advantages. The message names all of them, and what to set.
+        ValueError: A setting would change the advantages, or is unknown here and is not AReaL's default.
+            The message names all of them, and what to set.
     """
+    from areal.api.cli_args import PPOActorConfig, TrainEngineConfig
+
+    default = PPOActorConfig(experiment_name="", trial_name="")
+    known = {*_ACTOR, *_ANY_VALUE, *(field.name for field in fields(TrainEngineConfig))}
     wrong = [
         f"set actor.{name}={value!r} ({why})"
         for name, (value, why) in _ACTOR.items()
         if getattr(config.actor, name) != value
+    ]
+    wrong += [
+        f"leave actor.{field.name} out (it may change the loss)"
+        for field in fields(PPOActorConfig)
+        if field.name not in known and getattr(config.actor, field.name) != getattr(default, field.name)
     ]
     if config.gconfig.n_samples != 1:
         wrong.append("set gconfig.n_samples=1 (the workflow runs the whole group: group_size=...)")
@@ -72,8 +88,9 @@ def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
 
     Returns:
         A decorator that returns an instance of AReaL's `RolloutWorkflow`. Episodes that cannot be trained are logged
-            and left out; AReaL's metrics count them as `episodes_left_out`. If no episode is left, or their rewards are
-            equal, the group is *rejected*, in AReaL's words.
+            and left out; AReaL's metrics count them as `episodes_left_out`. The metric `reward` is the mean over all
+            episodes that have one. If no episode is left, or their rewards are equal, the group is *rejected*, in
+            AReaL's words.
     """
 
     def decorate(run_episode: RunEpisode) -> Any:
@@ -98,7 +115,10 @@ def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
                 )
                 for name, reason in rows.left_out.items():
                     logger.warning("episode=<%s> | left out of training: %s", name, reason)
-                stats_tracker.get(workflow_context.stat_scope()).scalar(episodes_left_out=len(rows.left_out))
+                tracker = stats_tracker.get(workflow_context.stat_scope())
+                tracker.scalar(episodes_left_out=len(rows.left_out))
+                for reward in rows.rewards.values():  # what an evaluation reports, whatever can be trained
+                    tracker.scalar(reward=reward)
                 return to_batch(rows, version)
 
         return StrandsWorkflow()

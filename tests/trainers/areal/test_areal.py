@@ -1,15 +1,15 @@
 """AReaL's own checks, advantages and loss on our rows have the gradient on paper, and planted faults change it."""
 
 import asyncio
+import itertools
 import logging
-import runpy
+import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from areal.api.cli_args import GenerationHyperparameters, NormConfig, PPOActorConfig
+from areal.api.cli_args import GenerationHyperparameters, NormConfig, PPOActorConfig, RejectionSamplingConfig
 from areal.api.workflow_api import RolloutWorkflow
 from areal.infra.workflow_executor import check_trajectory_format
 from areal.trainer.ppo.actor import PPOActor, grpo_loss_fn
@@ -21,8 +21,8 @@ from strands_sglang import TerminationReason
 from strands_sglang.credit import training_rows
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trainers import areal as adapter
-from support.agents import build_chatml_tokenizer, call
-from trainers import paper
+from support.agents import build_chatml_tokenizer
+from trainers import guides, paper
 
 TOLERANCE = 1e-5
 
@@ -152,6 +152,10 @@ def test_areals_groups_are_slices_of_rows():
         ({"gae_lambda": 0.9, "discount": 0.9}, "set actor.discount=1.0.*; set actor.gae_lambda=1.0"),
         ({"mask_no_eos_with_zero": True}, "set actor.mask_no_eos_with_zero=False"),
         ({"overlong_reward_penalty": True}, "set actor.overlong_reward_penalty=False"),
+        ({"importance_sampling_level": "sequence"}, "set actor.importance_sampling_level='token'"),
+        ({"m2_threshold": 0.04}, "leave actor.m2_threshold out"),
+        ({"use_sapo_loss": True, "log_agent_stats": True}, "leave actor.use_sapo_loss out.*actor.log_agent_stats out"),
+        ({"rejection_sampling": RejectionSamplingConfig()}, "leave actor.rejection_sampling out"),
     ],
 )
 def test_settings_that_change_the_advantages_are_refused(setting, message):
@@ -207,15 +211,59 @@ def test_versions_are_integers_and_stale_episodes_left_out(reference):
     assert sorted(set(batch["versions"].flatten().tolist())) == [-1, 0, 3, 5]
 
 
-def test_the_example_is_a_workflow(tmp_path, monkeypatch):
+# What docs/guides/areal.md says, in a process of its own: the settings are checked, AReaL's engine for a server that
+# runs imports the workflow by its name, and the actor computes advantages from the batch.
+FRESH = """
+import asyncio, os, sys
+from urllib.parse import urlsplit
+from areal.api.cli_args import GRPOConfig, InferenceEngineConfig, PPOActorConfig
+from areal.engine.sglang_remote import RemoteSGLangEngine
+from areal.trainer.ppo.actor import PPOActor
+from areal.utils import stats_tracker
+from strands_sglang.trainers.areal import check_config
+from types import SimpleNamespace
+
+WORKFLOW = "calculator_workflow.calculator"
+names = {"experiment_name": "e", "trial_name": "t"}
+actor = PPOActorConfig(**names, kl_ctl=0.0, use_decoupled_loss=False)
+config = SimpleNamespace(actor=actor, gconfig=SimpleNamespace(n_samples=1))
+check_config(config)
+engine = RemoteSGLangEngine(InferenceEngineConfig(**names, backend="sglang:d1", consumer_batch_size=2, max_head_offpolicyness=9))
+engine.initialize(addr=urlsplit(os.environ["SGLANG_URL"]).netloc, train_data_parallel_size=1)
+try:
+    tasks = [{"question": f"What is 6 * {number}?", "answer": str(6 * number)} for number in (7, 8)]
+    batch = engine.rollout_batch(tasks, workflow=WORKFLOW)
+    for data in PPOActor(actor, engine=None).compute_advantages(batch):
+        trained = data["loss_mask"].bool()
+        print("advantages", sorted(round(float(own[mask][0]), 3) for own, mask in zip(data["advantages"], trained)))
+    print("training", stats_tracker.get("rollout").export()["rollout/reward"])
+    engine.submit({"question": "What is 6 * 9?", "answer": "54"}, WORKFLOW, is_eval=True)
+    engine.wait(1, timeout=60)
+    print("evaluation", stats_tracker.get("eval-rollout").export()["eval-rollout/reward"])
+finally:
+    engine.destroy()
+"""
+
+
+def test_areal_runs_the_guides_workflow_by_its_name(tmp_path):
     tokenizer = build_chatml_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    answers = [call("calculator", expression="6 * 7")] * 8 + ["It is \\boxed{42}.", "It is \\boxed{41}."] * 4
-    with ScriptedSGLang(tokenizer, answers).serve() as base_url:
-        monkeypatch.setenv("MODEL", str(tmp_path))
-        monkeypatch.setenv("SGLANG_URL", base_url)
-        example = runpy.run_path(str(Path(__file__).parents[3] / "examples/areal/calculator_workflow.py"))
-        task = {"question": "What is 6 * 7?", "answer": "42"}
-        batch = asyncio.run(example["calculator"].arun_episode(SimpleNamespace(get_version=lambda: 0), task))
-    assert isinstance(example["calculator"], RolloutWorkflow)
-    assert sorted(batch["rewards"].tolist()) == pytest.approx([-0.935] * 4 + [0.935] * 4, abs=1e-3)
+    numbers = itertools.count()
+
+    def answer(request):
+        factor = int(re.search(r"What is 6 \* (\d)", request.text)[1])
+        is_right = factor == 9 or next(numbers) % 4 == 0  # in the evaluation all are right: nothing to train
+        return f"It is \\boxed{{{6 * factor if is_right else 0}}}."
+
+    with ScriptedSGLang(tokenizer, answer).serve() as base_url:
+        variables = {"MODEL": str(tmp_path), "SGLANG_URL": base_url}
+        printed = guides.run_code(FRESH, path=["examples/areal"], **variables)
+    lines = [line.split(maxsplit=1) for line in printed.splitlines()]
+    found = {
+        name: [float(number) for number in rest.strip("[]").split(",")] for name, rest in lines if name in EXPECTED
+    }
+    assert found["training"] == [0.25] and found["evaluation"] == [1.0]
+    assert len(found["advantages"]) == 8 and found["advantages"][0] < 0 < found["advantages"][-1]
+
+
+EXPECTED = ("advantages", "training", "evaluation")

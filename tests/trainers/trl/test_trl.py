@@ -1,10 +1,13 @@
 """The gradients of TRL's own trainers on our rows equal those on paper, and planted faults change them."""
 
 import asyncio
+import base64
 import itertools
+import json
 import math
+import pickle
 import queue
-import runpy
+import re
 import sys
 import threading
 from array import array
@@ -13,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -22,12 +26,13 @@ import strands_sglang.trainers.trl as adapter
 from strands_sglang import TerminationReason
 from strands_sglang.credit import Episode, training_rows
 from strands_sglang.protocol.generation import Generation, VersionSpan
-from strands_sglang.testing import ScriptedSGLang
-from support.agents import assistant, build_chatml_tokenizer, call, user
+from strands_sglang.testing import ScriptedResponse, ScriptedSGLang
+from support.agents import assistant, build_chatml_tokenizer, user
 from support.recorder import Recorder
-from trainers import paper
+from trainers import guides, paper
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "grpo_cpu"))
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "examples" / "grpo_cpu"))
 import cpu
 
 GENERATIONS = 10  # eight rows, and two fillers
@@ -505,15 +510,45 @@ def test_grpos_own_baseline_is_over_rows(grpo, reference):
     assert paper.relative_error(found, paper.gradient(reference, as_trl, "token_mean")) < TOLERANCE
 
 
-def test_the_grpo_example_trains(folder, reference, common, monkeypatch):
-    example = runpy.run_path(str(Path(__file__).parents[3] / "examples/trl/grpo.py"))
+# === the commands of docs/guides/trl.md, in processes of their own ===
+
+ON_A_CPU = f"sys.path.insert(0, {str(ROOT / 'examples' / 'grpo_cpu')!r})\nimport cpu\ncpu.enable()"  # see there
+SMALL = """--max_steps 2 --token_budget 2048 --use_cpu --bf16 false --report_to none --save_strategy no
+--learning_rate 0.1 --optim sgd --gradient_checkpointing false --model_init_kwargs {"dtype":"float32"}"""
+
+
+@pytest.mark.parametrize("words", guides.commands("trl"), ids=" ".join)
+def test_the_guides_commands_train_a_step_and_push_what_the_server_serves(folder, reference, tmp_path, words):
     tokenizer = build_chatml_tokenizer()
     tokenizer.save_pretrained(folder)
-    pushed = []
-    for name in ("pause", "resume"):
-        monkeypatch.setattr(adapter.SGLangWeights, name, lambda self: None)
-    monkeypatch.setattr(adapter.SGLangWeights, "push", lambda self, weights, version: pushed.append(version))
-    answers = [call("calculator", expression="6 * 7")] * 8 + ["It is 1.", "It is 2."] * 4
-    with ScriptedSGLang(tokenizer, answers).serve() as base_url:
-        example["main"](str(folder), base_url, **common)
-    assert pushed == [0]
+    numbers = itertools.count()
+    server = ScriptedSGLang(tokenizer, lambda request: "It is \\boxed{1}." if next(numbers) % 2 else right(request))
+    for path in ("pause_generation", "continue_generation", "begin_weight_update", "end_weight_update"):
+        server.overrides[f"/{path}"] = ScriptedResponse()
+    server.overrides["/update_weights_from_tensor"] = ScriptedResponse(content=b'{"success": true}')
+    is_async = "async_grpo" in words[1]
+    more = [word for word in SMALL.split() if is_async or word not in ("--token_budget", "2048")]
+    with server.serve() as base_url:
+        output = guides.run(
+            words,
+            folder,
+            replace={"http://localhost:30000": base_url},
+            more=["--output_dir", tmp_path, *more],
+            before=ON_A_CPU if is_async else "",
+        )
+    assert re.search(r"'train_loss': '?-?[0-9.e-]+", output), output
+    pushes = [json.loads(content) for path, content in server.calls if path == "/update_weights_from_tensor"]
+    assert [push["weight_version"] for push in pushes] == (["1", "2", "3"] if is_async else ["0", "1"])
+    served = reference.state_dict()
+    for push in pushes:
+        weights = dict(pickle.loads(base64.b64decode(push["serialized_named_tensors"][0])))
+        assert weights.keys() == served.keys()
+    changed = {name for name, tensor in weights.items() if not torch.equal(tensor, served[name].float())}
+    targets = {name for name in served if "--lora_r" not in words or ".q_proj." in name or ".v_proj." in name}
+    assert changed and changed <= targets, output
+
+
+def right(request):
+    """The right answer to an example's question."""
+    a, b = re.search(r"What is (\d+) \* (\d+)", request.text).groups()
+    return f"It is \\boxed{{{int(a) * int(b)}}}."
