@@ -3,7 +3,7 @@
     python examples/tinker/train.py MODEL http://localhost:30000 http://localhost:8000
 
 The third argument is the address of SkyRL's Tinker server, which reduces a loss in its own way. Left out, Tinker's
-service trains. See docs/guides/tinker.md.
+service trains. A fourth is the number of steps. See docs/guides/tinker.md.
 """
 
 import asyncio
@@ -53,4 +53,4 @@ def main(model_path, sglang_url, tinker_url=None, steps=10):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))

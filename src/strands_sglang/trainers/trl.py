@@ -469,6 +469,8 @@ _ANY_VALUE = frozenset(
     ("epsilon", "epsilon_high", "delta", "temperature", "sync_ref_model", "ref_model_mixup_alpha")
     + ("ref_model_sync_steps", "model_init_kwargs", "trust_remote_code", "disable_dropout", "shuffle_dataset")
     + ("remove_unused_columns", "pad_to_multiple_of", "cast_lm_head_to_fp32")
+    # A loss of its own, of models with experts.
+    + ("router_aux_loss_coef",)
     # What is logged.
     + ("log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts")
     + ("log_completions_hub_repo",)

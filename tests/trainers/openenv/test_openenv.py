@@ -1,17 +1,14 @@
 """OpenEnv's own trace takes our episodes, trains each sampled token once, and gives the same rows back."""
 
 import json
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from openenv.core.harness import TrainableSession
 from openenv.core.harness.capture.graph import RolloutGraph, TurnNode
 from openenv.core.harness.training import TrainingTrace, TrainingTurn
 
-from strands_sglang import SGLangModel, TerminationReason, Trajectory
+from strands_sglang import TerminationReason, Trajectory
 from strands_sglang.credit import Episode, training_rows
 from strands_sglang.inspection.doctor import findings
 from strands_sglang.inspection.reading import read
@@ -20,6 +17,7 @@ from strands_sglang.trainers.openenv import from_trace, to_trace
 from strands_sglang.viewer import render
 from support.agents import assistant, build_chatml_tokenizer, call, user
 from support.recorder import Recorder
+from trainers import guides
 
 COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "advantages", "trained", "episode_trained", "episode")
 
@@ -195,14 +193,25 @@ def test_a_faulty_trace_is_refused(episodes):
         from_trace({"schema_version": 2, "turns": []})
 
 
-def test_the_example_is_a_trainable_session():
-    example = runpy.run_path(str(Path(__file__).parents[3] / "examples/openenv/calculator_session.py"))
+SESSION = """
+import os
+from transformers import AutoTokenizer
+from calculator_session import CalculatorSession
+from strands_env.core.models import sglang_model_factory
+
+tokenizer, url = AutoTokenizer.from_pretrained(os.environ["MODEL"]), os.environ["SGLANG_URL"]
+{code}
+assert isinstance(session, TrainableSession)
+trace = session.fetch_training_trace()
+print("found", len(trace.turns), all(turn.loss_mask[-1] == 1 for turn in trace.turns), session.verify([]).env_reward)
+"""
+
+
+def test_the_examples_session_is_trainable(tmp_path):
     tokenizer = build_chatml_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
     server = ScriptedSGLang(tokenizer, [call("calculator", expression="27 * 43"), "It is \\boxed{1161}."])
-    model = SGLangModel(tokenizer=tokenizer, client=server.client())
-    session = example["CalculatorSession"](lambda: model, "What is 27 * 43?", "1161")
-    assert isinstance(session, TrainableSession)
-    assert session.wait_for_completion(60) == 0
-    trace = session.fetch_training_trace()
-    assert len(trace.turns) == 2 and all(turn.loss_mask[-1] == 1 for turn in trace.turns)
-    assert session.verify([]).env_reward == 1.0
+    program = SESSION.format(code=guides.code_of("openenv/calculator_session.py"))
+    with server.serve() as base_url:
+        variables = {"MODEL": str(tmp_path), "SGLANG_URL": base_url}
+        assert "found 2 True 1.0" in guides.run_code(program, path=["examples/openenv"], **variables)

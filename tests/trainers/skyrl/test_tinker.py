@@ -2,7 +2,7 @@
 
 import itertools
 import os
-import runpy
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from strands_sglang.local.server import free_port
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trainers.tinker import to_data
 from support.agents import build_chatml_tokenizer
-from trainers import paper
+from trainers import guides, paper
 
 TOLERANCE = 1e-5
 RANK = 8
@@ -171,9 +171,15 @@ def test_planted_faults_change_the_gradient(server, adapted, episodes, fault):
     assert error_of(server, adapted, faulty, expected, "token_mean", "tinker:skyrl:weights") > 100 * TOLERANCE
 
 
-def test_the_example_trains(server, folder, capsys, monkeypatch):
-    monkeypatch.setenv("TINKER_API_KEY", "tml-dummy")
-    example = runpy.run_path(str(Path(__file__).parents[3] / "examples/tinker/train.py"))
-    with ScriptedSGLang(build_chatml_tokenizer(), ["It is \\boxed{1}."] * 31 + ["It is \\boxed{2"]).serve() as base_url:
-        example["main"](str(folder), base_url, server.url, steps=1)
-    assert "step 0: 32 rows, reward 0.0, left out {}" in capsys.readouterr().out
+def test_the_guides_command_trains(server, folder):
+    numbers = itertools.count()
+
+    def answer(request):
+        a, b = re.search(r"What is (\d+) \* (\d+)", request.text).groups()
+        return f"It is \\boxed{{{int(a) * int(b) if next(numbers) % 2 else 1}}}."
+
+    [words] = guides.commands("tinker")
+    with ScriptedSGLang(build_chatml_tokenizer(), answer).serve() as base_url:
+        urls = {"http://localhost:30000": base_url, "http://localhost:8000": server.url}
+        output = guides.run(words, folder, replace=urls, more=[1], TINKER_API_KEY="tml-dummy")
+    assert "step 0: 32 rows, reward 16.0, left out {}" in output

@@ -1,10 +1,7 @@
 """verifiers' own episodes hold ours: the same branches, each sampled token trained once, and the same rows back."""
 
-import asyncio
 import json
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from verifiers.v1.episode import WireEpisode
@@ -21,6 +18,7 @@ from strands_sglang.trainers.verifiers import from_record, to_episode
 from strands_sglang.viewer import render
 from support.agents import assistant, build_chatml_tokenizer, user
 from support.recorder import Recorder
+from trainers import guides
 
 COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "advantages", "trained", "episode_trained", "episode")
 
@@ -186,13 +184,14 @@ def test_a_faulty_record_is_refused(episodes):
         from_record({"turns": []})
 
 
-def test_the_example_writes_results(tmp_path):
-    example = runpy.run_path(str(Path(__file__).parents[3] / "examples/verifiers/export.py"))
+def test_the_guides_command_writes_results(tmp_path):
     tokenizer = build_chatml_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
     server = ScriptedSGLang(tokenizer, ["It is \\boxed{1161}.", "It is \\boxed{1}."] * 4)
+    [words] = guides.commands("verifiers")
     with server.serve() as base_url:
-        asyncio.run(example["main"](str(tmp_path / "model"), base_url, tmp_path / "results.jsonl"))
+        given = {"http://localhost:30000": base_url, "results.jsonl": str(tmp_path / "results.jsonl")}
+        assert "8 episodes, 8 rows, left out: {}" in guides.run(words, tmp_path / "model", replace=given)
     records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_bytes().splitlines()]
     rewards = [WireEpisode.model_validate(record).traces[0].reward for record in records]
     assert sorted(rewards) == [0.0] * 4 + [1.0] * 4

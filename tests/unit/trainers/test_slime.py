@@ -9,7 +9,10 @@ import inspect
 import json
 import logging
 import math
+import os
 import re
+import subprocess
+import sys
 import threading
 from array import array
 from dataclasses import replace
@@ -40,6 +43,7 @@ from strands_sglang.trainers.slime import (
 )
 from support.agents import call, make_agent, make_tools
 from support.histories import PLANS, Player
+from support.pages import blocks
 from support.slime import (
     ANSWER,
     CALL,
@@ -874,6 +878,27 @@ async def test_samples_match_the_documented_table(chatml_tokenizer):
         assert (sample.response_length == 1) is ("one masked token" in tokens)
         assert sample.loss_mask[-1] or "partial" not in tokens
         assert sample.reward == (-1.0 if reward == "`failure_reward`" else None)
+
+
+def test_the_tryout_runs_in_a_process_of_its_own(chatml_tokenizer, tmp_path):
+    """With the checkout of slime that SLIME_SRC names, or with what it needs of slime."""
+    page = ROOT / "docs/guides/slime.md"
+    chatml_tokenizer.save_pretrained(tmp_path / "model")
+    source = os.environ.get("SLIME_SRC") or tmp_path
+    if source is tmp_path:
+        (tmp_path / "slime" / "utils").mkdir(parents=True)
+        (tmp_path / "slime" / "utils" / "types.py").write_text("from support.slime import Sample\n")
+    for block in blocks(None, page):
+        if block.title:
+            (tmp_path / block.title).write_text(block.text)
+    [tryout] = [block.text for block in blocks("python", page) if block.section == "Try it before you launch"]
+    done = subprocess.run(
+        [sys.executable, "-c", tryout.replace("Qwen/Qwen3-4B-Instruct-2507", str(tmp_path / "model"))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(source), str(tmp_path)])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("COMPLETED 1.0 "), done.stderr
 
 
 def test_all_public_names_exist():
