@@ -4,6 +4,7 @@ Set MODEL and SGLANG_URL, and give SkyRL the generator in your entry point:
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
+            check_config(cfg)
             return generator()
 
 The dataset has an `answer` next to its prompt. See docs/guides/skyrl.md for the settings.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -47,6 +47,28 @@ def refuse_images(rows: Iterable[TrainingRow], what: str) -> None:
     for row in rows:
         if row.tokens.multimodal_train_inputs is not None:
             raise ValueError(f"episode {row.episode} has images, but {what} has token ids only: train it with slime")
+
+
+def check_settings(config: Any, settings: Mapping[str, tuple[Any, ...]], trainer: str) -> None:
+    """Check a trainer's settings that change what a row of an episode counts.
+
+    Args:
+        config: The trainer's whole configuration. Settings that it lacks are not checked.
+        settings: Their names, with the values that are right for several rows; the first is the usual one.
+        trainer: The trainer's name.
+
+    Raises:
+        ValueError: A setting has another value.
+    """
+    for name, allowed in settings.items():
+        value = config
+        for part in name.split("."):
+            value = getattr(value, part, None)
+        if value is not None and value not in allowed:
+            raise ValueError(
+                f"{trainer}'s {name} is {value!r}, which counts the rows of an episode in another way: use "
+                f"{allowed[0]!r}; see docs/guides/{trainer.lower()}.md"
+            )
 
 
 def trained_turns(trajectory: Trajectory) -> list[tuple[Turn, int]]:

@@ -15,12 +15,39 @@ from dataclasses import replace
 from typing import Any
 
 from ..credit import Episode, TrainingRow, training_rows
-from .records import newest_version, refuse_images
+from .records import check_settings, newest_version, refuse_images
 
 logger = logging.getLogger(__name__)
 
 RunEpisode = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Awaitable[Episode]]
 """Async function of a prompt, its extras and SkyRL's sampling parameters that runs one episode."""
+
+
+SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "generator.step_wise_trajectories": (True,),
+    "generator.merge_stepwise_output": (False,),
+    "trainer.algorithm.advantage_estimator": ("grpo", "rloo", "maxrl"),
+    "trainer.algorithm.loss_reduction": ("token_mean", "prompt_mean"),
+    "trainer.algorithm.policy_loss_type": ("regular", "dual_clip", "cispo"),
+    "trainer.algorithm.advantage_batch_normalize": (False,),
+    "trainer.algorithm.use_kl_in_reward": (False,),
+    "trainer.algorithm.dynamic_sampling.type": (None,),
+    "trainer.algorithm.off_policy_correction.tis_ratio_type": (None, "token"),
+    "trainer.algorithm.off_policy_correction.sequence_mask_metric": (None,),
+}
+"""Settings of SkyRL that change what a row of an episode counts, with the values that are right for several rows."""
+
+
+def check_config(config: Any) -> None:
+    """Check SkyRL's settings that change what a row of an episode counts.
+
+    Args:
+        config: SkyRL's `SkyRLTrainConfig`.
+
+    Raises:
+        ValueError: A setting has another value than those in `SETTINGS`.
+    """
+    check_settings(config, SETTINGS, "SkyRL")
 
 
 def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None, max_staleness: int | None = None) -> Any:

@@ -26,7 +26,7 @@ from ..client.client import SGLangClient
 from ..credit import Episode, TrainingRow, as_number, training_rows, version_number
 from ..model.model import SGLangModel
 from ..outcomes import OUTCOMES, RewardRule
-from .records import newest_version, refuse_images
+from .records import check_settings, newest_version, refuse_images
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +153,9 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "algorithm.adv_estimator": ("grpo",),
     "algorithm.use_kl_in_reward": (False,),
     "actor_rollout_ref.actor.loss_agg_mode": ("token-mean",),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": ("vanilla", "gpg"),
+    "algorithm.rollout_correction.rollout_is": (None, "token"),
+    "algorithm.rollout_correction.rollout_rs": (None,),
 }
 """Settings of verl that change what a row of an episode counts, with the values that are right for several rows."""
 
@@ -166,15 +169,7 @@ def check_config(config: Any) -> None:
     Raises:
         ValueError: A setting has another value than those in `SETTINGS`.
     """
-    for name, allowed in SETTINGS.items():
-        value = config
-        for part in name.split("."):
-            value = getattr(value, part, None)
-        if value is not None and value not in allowed:
-            raise ValueError(
-                f"verl's {name} is {value!r}, which trains the rows of an episode as episodes of their own: "
-                f"use {allowed[0]!r}; see docs/guides/verl.md"
-            )
+    check_settings(config, SETTINGS, "verl")
 
 
 def agent_loop(

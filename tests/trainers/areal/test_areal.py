@@ -228,7 +228,8 @@ names = {"experiment_name": "e", "trial_name": "t"}
 actor = PPOActorConfig(**names, kl_ctl=0.0, use_decoupled_loss=False)
 config = SimpleNamespace(actor=actor, gconfig=SimpleNamespace(n_samples=1))
 check_config(config)
-engine = RemoteSGLangEngine(InferenceEngineConfig(**names, backend="sglang:d1", consumer_batch_size=2, max_head_offpolicyness=9))
+rollout = InferenceEngineConfig(**names, backend="sglang:d1", consumer_batch_size=2, max_head_offpolicyness=9)
+engine = RemoteSGLangEngine(rollout)
 engine.initialize(addr=urlsplit(os.environ["SGLANG_URL"]).netloc, train_data_parallel_size=1)
 try:
     tasks = [{"question": f"What is 6 * {number}?", "answer": str(6 * number)} for number in (7, 8)]

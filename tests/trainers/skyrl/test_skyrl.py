@@ -1,16 +1,15 @@
 """SkyRL's own validator, advantages and reductions on our rows: each episode counts once, each sampled token once."""
 
 import asyncio
-import runpy
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.train import evaluate as evaluation
+from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.dataset.preprocess import compute_prompt_boundaries, compute_prompt_mini_batch_boundaries
 from skyrl.train.generators.base import BatchMetadata, TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
@@ -22,7 +21,7 @@ from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trainers import skyrl as adapter
 from strands_sglang.trainers.skyrl import evaluation_output, generator_output, make_generator
 from support.agents import build_chatml_tokenizer, call
-from trainers import paper
+from trainers import guides, paper
 
 REWARDS = (1.0, 0.0, 0.5, 1.0)
 IDS = [TrajectoryID("u", number) for number in range(4)]
@@ -322,20 +321,72 @@ def test_the_last_episode_of_a_group_is_left_out(episodes, caplog):
     assert len(generator_output(episodes, one_each)["response_ids"]) == 8
 
 
-def test_the_example_is_a_generator(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("generator.step_wise_trajectories", False),
+        ("generator.merge_stepwise_output", True),
+        ("trainer.algorithm.advantage_estimator", "gae"),
+        ("trainer.algorithm.loss_reduction", "sequence_mean"),
+        ("trainer.algorithm.policy_loss_type", "gspo"),
+        ("trainer.algorithm.advantage_batch_normalize", True),
+        ("trainer.algorithm.dynamic_sampling.type", "filter"),
+        ("trainer.algorithm.off_policy_correction.tis_ratio_type", "sequence"),
+        ("trainer.algorithm.off_policy_correction.sequence_mask_metric", "product"),
+    ],
+)
+def test_settings_that_count_rows_in_another_way_are_refused(name, value):
+    config = SkyRLTrainConfig()
+    config.generator.step_wise_trajectories = True
+    adapter.check_config(config)
+    *parts, last = name.split(".")
+    owner = config
+    for part in parts:
+        owner = getattr(owner, part)
+    setattr(owner, last, value)
+    with pytest.raises(ValueError, match=f"SkyRL's {name} is {value!r}"):
+        adapter.check_config(config)
+
+
+# What docs/guides/skyrl.md says, in a process of its own: SkyRL's entry point gets the generator, and its trainer turns
+# what that generates into the batch of the loss. The trainer's workers need GPUs: it has none here.
+FRESH = """
+import asyncio, sys, typing, typing_extensions
+if sys.version_info < (3, 12):
+    typing.TypedDict = typing_extensions.TypedDict
+from types import SimpleNamespace
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.generators.utils import prepare_generator_input
+from transformers import AutoTokenizer
+from calculator_generator import generator
+from strands_sglang.trainers.skyrl import check_config
+{code}
+cfg = SkyRLTrainConfig()
+cfg.generator.step_wise_trajectories = True
+cfg.generator.n_samples_per_prompt, cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size = 4, 1, 1
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+own = Experiment.get_generator(None, cfg, tokenizer, None)
+trainer = Experiment.get_trainer(None, cfg, None, tokenizer, None, None, None, own, None)
+trainer.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: 1)
+prompt = {{"prompt": [{{"role": "user", "content": "What is 6 * 7?"}}], "env_class": None, "uid": "u"}}
+prompt["env_extras"] = {{"answer": "42"}}
+given, uids = prepare_generator_input([prompt], 4, {{"temperature": 1.0}}, "x", "train", 1)
+output = asyncio.run(trainer.generate(given))
+output, uids = trainer.postprocess_generator_output(output, [one.instance_id for one in output["trajectory_ids"]])
+batch = trainer.compute_advantages_and_returns(trainer.convert_to_training_input(output, uids))
+rows = zip(batch["advantages"], batch["loss_mask"].bool())
+print("advantages", *sorted(round(float(own[mask][0]), 3) for own, mask in rows))
+print("reward", trainer.all_metrics["reward/avg_raw_reward"])
+"""
+
+
+def test_skyrls_entry_point_and_trainer_make_the_batch_of_the_guide(tmp_path):
     tokenizer = build_chatml_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    answers = [call("calculator", expression="6 * 7")] * 2 + ["It is \\boxed{42}.", "It is \\boxed{41}."]
+    answers = [call("calculator", expression="6 * 7")] * 4 + ["It is \\boxed{42}.", "It is \\boxed{41}."] * 2
+    program = FRESH.format(code=guides.code_of("skyrl/calculator_generator.py"))
     with ScriptedSGLang(tokenizer, answers).serve() as base_url:
-        monkeypatch.setenv("MODEL", str(tmp_path))
-        monkeypatch.setenv("SGLANG_URL", base_url)
-        example = runpy.run_path(str(Path(__file__).parents[3] / "examples/skyrl/calculator_generator.py"))
-        batch = {
-            "prompts": [[{"role": "user", "content": "What is 6 * 7?"}]] * 2,
-            "env_extras": [{"answer": "42"}] * 2,
-            "sampling_params": {"temperature": 1.0, "max_generate_length": 64},
-            "trajectory_ids": IDS[:2],
-        }
-        output = asyncio.run(example["generator"]().generate(batch))
-    validate_generator_output(2, output, step_wise=True)
-    assert sorted(rewards[-1] for rewards in output["rewards"]) == [0.0, 1.0]
+        variables = {"MODEL": str(tmp_path), "SGLANG_URL": base_url}
+        output = guides.run_code(program, tmp_path, path=["examples/skyrl"], **variables)
+    assert "advantages -0.866 -0.866 0.866 0.866" in output and "reward 0.5" in output, output

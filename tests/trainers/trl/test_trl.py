@@ -31,10 +31,10 @@ from support.agents import assistant, build_chatml_tokenizer, user
 from support.recorder import Recorder
 from trainers import guides, paper
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "examples" / "grpo_cpu"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "grpo_cpu"))
 import cpu
 
+ROOT = Path(__file__).parents[3]
 GENERATIONS = 10  # eight rows, and two fillers
 TOLERANCE = 1e-5
 

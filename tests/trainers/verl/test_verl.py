@@ -397,6 +397,9 @@ async def test_an_answer_that_verl_cuts_never_looks_complete(reason, asked):
         ("algorithm.adv_estimator", "rloo"),
         ("algorithm.use_kl_in_reward", True),
         ("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-mean"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "gspo"),
+        ("algorithm.rollout_correction.rollout_is", "sequence"),
+        ("algorithm.rollout_correction.rollout_rs", "geometric"),
     ],
 )
 def test_settings_that_would_count_rows_as_episodes_are_refused(name, value):
