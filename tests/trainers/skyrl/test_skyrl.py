@@ -364,6 +364,7 @@ from strands_sglang.trainers.skyrl import check_config
 {code}
 cfg = SkyRLTrainConfig()
 cfg.generator.step_wise_trajectories = True
+cfg.generator.inference_engine.enable_ray_prometheus_stats = cfg.trainer.enable_ray_gpu_monitor = False  # need Ray
 cfg.generator.n_samples_per_prompt, cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size = 4, 1, 1
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 own = Experiment.get_generator(None, cfg, tokenizer, None)
