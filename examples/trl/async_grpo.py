@@ -26,7 +26,7 @@ from strands_sglang.trainers.trl import AsyncGRPORollouts, SGLangWeights
 
 @dataclass
 class Adapter:
-    """What the command line has beside TRL's options."""
+    """Options of this example, besides TRL's."""
 
     lora_r: int = 0  # rank of a LoRA adapter; 0 trains all weights
 

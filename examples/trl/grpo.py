@@ -26,7 +26,7 @@ GROUP, ROWS = 8, 12  # episodes per prompt, and rows: more than the episodes mak
 
 @dataclass
 class Adapter:
-    """What the command line has beside TRL's options."""
+    """Options of this example, besides TRL's."""
 
     lora_r: int = 0  # rank of a LoRA adapter; 0 trains all weights
 

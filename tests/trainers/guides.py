@@ -30,7 +30,7 @@ def run(words, folder, *, replace=None, more=(), before="", path=(), **environme
     Args:
         words: The command.
         folder: Folder of the model, in place of the guides' MODEL.
-        replace: Further words of the guide, with what a test has in their place, such as the server's address.
+        replace: Further words of the guide, with what a test has instead, such as the server's address.
         more: Options that follow.
         before: Code that runs in the process first, for what this machine lacks.
         path: Folders that the guide puts on the PYTHONPATH.
