@@ -375,7 +375,9 @@ prompt["env_extras"] = {{"answer": "42"}}
 given, uids = prepare_generator_input([prompt], 4, {{"temperature": 1.0}}, "x", "train", 1)
 output = asyncio.run(trainer.generate(given))
 output, uids = trainer.postprocess_generator_output(output, [one.instance_id for one in output["trajectory_ids"]])
-batch = trainer.compute_advantages_and_returns(trainer.convert_to_training_input(output, uids))
+batch = trainer.convert_to_training_input(output, uids)
+batch["values"] = None  # what the workers add, without a critic
+batch = trainer.compute_advantages_and_returns(batch)
 rows = zip(batch["advantages"], batch["loss_mask"].bool())
 print("advantages", *sorted(round(float(own[mask][0]), 3) for own, mask in rows))
 print("reward", trainer.all_metrics["reward/avg_raw_reward"])
