@@ -197,6 +197,7 @@ SESSION = """
 import os
 from transformers import AutoTokenizer
 from calculator_session import CalculatorSession
+from openenv.core.harness import TrainableSession
 from strands_env.core.models import sglang_model_factory
 
 tokenizer, url = AutoTokenizer.from_pretrained(os.environ["MODEL"]), os.environ["SGLANG_URL"]
