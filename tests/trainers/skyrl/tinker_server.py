@@ -34,6 +34,5 @@ if __name__ == "__main__":
         backend="jax",
         database_url=f"sqlite:///{scratch}/tinker.db",
         checkpoints_base=f"{scratch}/checkpoints",
-        backend_config={"train_micro_batch_size": 8},  # a smaller program to compile and run
     )
     uvicorn.run(api.app, host="127.0.0.1", port=int(port), log_level="warning")
