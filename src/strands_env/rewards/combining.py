@@ -46,14 +46,16 @@ class WeightedSum(RewardFunction):
             for part in running:  # those that still run after another one failed
                 part.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-        info: dict[str, Any] = {}
-        for (name, (_, weight)), result in zip(self.parts.items(), results, strict=True):
-            info[name] = {"reward": result.reward, "weight": weight, "info": result.info}
+        info: dict[str, Any] = {
+            name: {"reward": result.reward, "weight": weight, "info": result.info}
+            for (name, (_, weight)), result in zip(self.parts.items(), results, strict=True)
+        }
         total = math.fsum(part["weight"] * part["reward"] for part in info.values())
         # Floats of weights such as 0.005, 0.429 and 0.566 sum to less than 1, which is below a success threshold of 1.
         decimal = float(f"{total:.15g}")
-        is_decimal = math.isclose(total, decimal, rel_tol=2**-52)
-        return RewardResult(reward=decimal if is_decimal else total, info={"parts": info})
+        return RewardResult(
+            reward=decimal if math.isclose(total, decimal, rel_tol=2**-52) else total, info={"parts": info}
+        )
 
     def check_truth(self, truth: Any) -> None:
         """Check the ground truth with every part."""
