@@ -4,6 +4,7 @@ import asyncio
 import copy
 import importlib
 import inspect
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ import httpx
 import pydantic
 import pytest
 from strands import Agent
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import strands_env.cli
@@ -326,6 +328,18 @@ async def ask(model, prompt="Hi!", **kwargs):
     await make_agent(model, **kwargs).invoke_async(prompt)
 
 
+async def ask_with_another_vocabulary(model):
+    await ask(model)
+    tokenizer = copy.deepcopy(model.tokenizer)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    words = state["model"]["vocab"]
+    words["H"], words["!"] = words["!"], words["H"]  # "Hi!"
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    other = scripted(tokenizer)
+    other.trajectory = model.trajectory
+    await ask(other)
+
+
 def scripted(tokenizer, *answers, overrides=(), **kwargs):
     server = ScriptedSGLang(tokenizer, answers or ["Hello."], **kwargs)
     server.overrides.update(overrides)
@@ -374,6 +388,7 @@ PROVOCATIONS = {
         lambda tokenizer: scripted(tokenizer, overrides={"/tokenize": ScriptedResponse(404)}),
         ask,
     ),
+    "`recorded with another vocabulary`": (scripted, ask_with_another_vocabulary),
     "`no room is left for an answer`": (lambda tokenizer: scripted(tokenizer, context_length=5), ask),
     "`Unable to trim conversation context!`": (
         lambda tokenizer: scripted(tokenizer, context_length=5),

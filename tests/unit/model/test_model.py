@@ -53,8 +53,7 @@ from strands_sglang.messages import UnsupportedContentError
 from strands_sglang.model.call import check_answer
 from strands_sglang.model.config import ModelConfig
 from strands_sglang.protocol.generation import Generation, to_json
-from strands_sglang.templates.chat_template import ChatTemplateError
-from strands_sglang.templates.encoder import Encoder
+from strands_sglang.templates.chat_template import ChatTemplate, ChatTemplateError
 from strands_sglang.testing import (
     ScriptedAnswer,
     ScriptedExperts,
@@ -889,21 +888,20 @@ def test_the_synchronous_agent_works_twice_in_a_row(rollout):
 
 
 async def test_long_messages_are_encoded_beside_the_event_loop(rollout, monkeypatch):
-    encode, began, loop_runs = Encoder.encode, threading.Event(), threading.Event()
+    continuation, began, loop_runs = ChatTemplate.continuation, threading.Event(), threading.Event()
     waited = []
 
-    def slow(self, text, **options):
-        if len(text) > 100_000:
-            began.set()
-            waited.append(loop_runs.wait(2))
-        return encode(self, text, **options)
+    def slow(self, *args, **options):
+        began.set()
+        waited.append(loop_runs.wait(2))
+        return continuation(self, *args, **options)
 
     async def run_the_loop():
         while not began.is_set():
             await asyncio.sleep(0.001)
         loop_runs.set()
 
-    monkeypatch.setattr(Encoder, "encode", slow)
+    monkeypatch.setattr(ChatTemplate, "continuation", slow)
 
     @tool
     def calculator(expression: str) -> str:
@@ -913,8 +911,8 @@ async def test_long_messages_are_encoded_beside_the_event_loop(rollout, monkeypa
     server, model = rollout([call(expression="1"), "Done."], server={"context_length": 1_000_000})
     running = asyncio.ensure_future(run_the_loop())
     await make_agent(model, [calculator]).invoke_async("Compute.")
-    await running
     assert waited and all(waited)
+    await running
     assert len(model.trajectory.sequences()) == 1
     assert_exact(server, model)
 
