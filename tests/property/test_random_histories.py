@@ -82,6 +82,20 @@ FOUND = {
     "a structured answer replaces a discarded one": Plan(
         (Step(who=1, attempt="thrown away", answer="structured"), Step(who=1))
     ),
+    "a repeated answer is shown as words, and then as sampled": Plan(
+        (
+            Step(answer="reasoning"),
+            Step(answer="call"),
+            Step(edits=(Edit("duplicate", at=1, to=3),), number=1),
+            Step(who=1),
+            Step(who=1, arrives="same question"),
+            Step(),
+            Step(who=1, edits=(Edit("insert", at=0, to=0),), arrives="again"),
+        )
+    ),
+    "two agents get the same tokens, and one goes on": Plan(
+        (Step(), Step(), Step(), Step(who=1, arrives="same question"), Step())
+    ),
     "a file knows of agents that were never answered": Plan(
         (Step(attempt="abort", end="error", number=1), Step(stored=True))
     ),

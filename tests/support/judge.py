@@ -282,7 +282,10 @@ def _check_prompt(call, prompt, spoken, unread):
     position = 0
     for message in call.messages:
         ends, texts = [position], list(_texts(message, unread))
-        verbatim = [text for answer, text in spoken if answer == message and prompt.find(text, position) >= 0]
+        words = prompt.find(texts[0], position) if texts else -1
+        said = [(prompt.find(text, position), text) for answer, text in spoken if answer == message]
+        # What stands behind the words is a later message with the same answer.
+        verbatim = [text for found, text in said if found >= 0 and (words < 0 or found <= words)]
         for text in (verbatim[:1] or texts) if texts else ():
             found = prompt.find(text, position)
             require(found >= 0, "no message is missing", text=text, message=message, after=prompt[position:])
@@ -313,10 +316,12 @@ def _check_exported(sequences, answers, untrained):
     """Require that sequences equal what the server saw and sampled; just one of them trains each answer's tokens."""
     trained = dict.fromkeys([one.index for one in answers], 0)
     left = [*answers]
+    parents = [(one.parent, one.kept) for one in answers if one.parent is not None]
+    continued = {parent.index for parent, kept in parents if kept == len(parent.output_ids)}
     for sequence in sequences:
         same = [one for one in left if one.ids == sequence.token_ids]
         require(bool(same), "a sequence is what was sent and sampled", ids=sequence.token_ids)
-        leaf = min(same, key=lambda one: (one.index in untrained, trained[one.index]))
+        leaf = min(same, key=lambda one: (one.index in untrained, trained[one.index], one.index in continued))
         left.remove(leaf)
         mask, logprobs, path = [], [], leaf.path()
         for one, after in zip(path, [*path[1:], None], strict=True):
