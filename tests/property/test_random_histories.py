@@ -93,7 +93,7 @@ FOUND = {
             Step(who=1, edits=(Edit("insert", at=0, to=0),), arrives="again"),
         )
     ),
-    "two agents get the same tokens, and one goes on": Plan(
+    "two agents get the same tokens, and one continues": Plan(
         (Step(), Step(), Step(), Step(who=1, arrives="same question"), Step())
     ),
     "a file knows of agents that were never answered": Plan(
