@@ -107,7 +107,15 @@ class SGLangWeights:
 
         Raises:
             SGLangHTTPError: A server refused the weights.
+            ValueError: They are those of a PEFT model whose adapter is not merged: SGLang dies of their names.
         """
+        named_tensors = list(named_tensors)
+        for name, _ in named_tensors:
+            if name.startswith("base_model.") or ".base_layer." in name or ".lora_" in name:
+                raise ValueError(
+                    f"{name!r} is a weight of a PEFT model, which the served model does not have: push the merged "
+                    "weights, as from model.merge_and_unload().state_dict()"
+                )
         weights = [(name, tensor.detach().to("cpu").contiguous()) for name, tensor in named_tensors]
         if self.folder is None:
             # A plain pickle: SGLang's own serializer passes handles of shared memory, which only the server's child

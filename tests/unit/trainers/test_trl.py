@@ -110,6 +110,21 @@ def test_an_unreadable_answer_keeps_no_server_from_the_request(respx_mock):
     assert other.called
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.base_layer.weight",
+        "model.layers.0.self_attn.q_proj.lora_A.default.weight",
+    ],
+)
+def test_weights_of_an_adapter_are_refused_before_any_request(name, respx_mock):
+    weights = SGLangWeights("http://one")
+    with pytest.raises(ValueError, match="push the merged weights"):
+        weights.push([*TENSORS, (name, torch.zeros(1))], 1)
+    assert not respx_mock.calls
+
+
 def test_weights_are_pushed_to_idle_servers(respx_mock):
     server = respx_mock.route(host="one").respond(json={"success": True})
     weights = SGLangWeights("http://one", timeout=20)
