@@ -416,7 +416,7 @@ class ScriptedSGLang:
                 sampling_params=checked.sampling_params,
                 body={key: value for key, value in checked.body.items() if key != "input_ids"},
                 headers=dict(headers),
-                cached_tokens=min(self._cache.insert(packed, checked.cache_key, store=False), reusable),
+                cached_tokens=min(self._cache.find(packed, checked.cache_key), reusable),
                 packed_ids=packed,
                 decode=self._sampler.decode,
             )

@@ -470,7 +470,10 @@ async def test_request_that_kills_a_real_server_is_rejected(make_server, body):
     assert "a real SGLang server dies on this request" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("extra", [{"stream": True}, {"input_ids": [PROMPT, PROMPT]}, {"sampling_params": {"n": 2}}])
+@pytest.mark.parametrize(
+    "extra",
+    [{"stream": True}, {"lora_path": "adapter"}, {"input_ids": [PROMPT, PROMPT]}, {"sampling_params": {"n": 2}}],
+)
 async def test_request_that_is_not_emulated_is_rejected(make_server, extra):
     response = await post(make_server(["unused"]), **{"input_ids": PROMPT, **extra})
     assert response.status_code == 501
