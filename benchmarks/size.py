@@ -1,8 +1,10 @@
-"""The size of the code: statements without docstrings, files, functions, parameters; compared with another checkout.
+"""The size of the code: tokens, statements, files, functions, parameters; compared with another checkout.
 
     python benchmarks/size.py [BEFORE] [--tree .]
 
-For tests, only code outside test functions counts: imports, fixtures, helpers. A function is public if the
+A code token is a token of Python's tokenizer that is no comment, docstring, line break or indentation, so that denser
+writing gains nothing. Python 3.12 splits f-strings into tokens, so measure with 3.11. For tests, statements count only
+outside test functions: imports, fixtures, helpers. A function is public if the
 `__init__.py` of a package exports it or its class, and its name has no leading underscore.
 """
 
@@ -10,14 +12,20 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import statistics
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 MAX_PARAMETERS = 7
 FOLDERS = ["src", "src/strands_sglang", "src/strands_env", "src/strands_sglang/testing"]
+CORE = "strands_sglang.model.model"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,65 @@ def statements(node: ast.AST, *, tests: bool = True) -> int:
         if tests or not (isinstance(child, Function) and child.name.startswith("test_")):
             count += isinstance(child, ast.stmt) + statements(child, tests=tests)
     return count
+
+
+def code_tokens(path: Path) -> int:
+    """Count the code tokens of a file."""
+    text = path.read_text()
+    documentation: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            documentation.update(range(node.lineno, node.end_lineno + 1))
+    count = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        is_documentation = token.type == tokenize.STRING and token.start[0] in documentation
+        count += token.type not in LAYOUT and not is_documentation
+    return count
+
+
+def needed(src: Path, module: str) -> set[Path]:
+    """Return the files that a module of ours imports, those imported inside functions too."""
+    found: set[Path] = set()
+    modules = [module]
+    while modules:
+        name = modules.pop()
+        base = src.joinpath(*name.split("."))
+        for path in (base / "__init__.py", base.with_suffix(".py")):
+            if not path.exists() or path in found:
+                continue
+            found.add(path)
+            package = path.relative_to(src).parent.parts
+            for node in imports(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    modules += [alias.name for alias in node.names]
+                    continue
+                start = package[: len(package) - node.level + 1] if node.level else ()
+                source = ".".join([*start, *([node.module] if node.module else [])])
+                modules += [source, *(f"{source}.{alias.name}" for alias in node.names)]
+    return found
+
+
+def imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports under `node` that run; those for type checkers do not."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield from imports(other)
+        elif isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        else:
+            yield from imports(child)
+
+
+def dense(module: ast.Module) -> tuple[int, int]:
+    """Count conditional expressions inside others, and comprehensions with two `for` or more."""
+    nested = many = 0
+    for node in ast.walk(module):
+        if isinstance(node, ast.IfExp):
+            nested += any(isinstance(inner, ast.IfExp) for inner in ast.walk(node) if inner is not node)
+        elif isinstance(node, Comprehension):
+            many += len(node.generators) > 1
+    return nested, many
 
 
 def functions(node: ast.AST, path: str, exported: set[str], is_public: bool = True) -> Iterator[Measured]:
@@ -71,6 +138,16 @@ def report(tree: Path) -> dict[str, float | list[str]]:
     """Return each figure by its name; a list is shown line by line."""
     parsed = {path.relative_to(tree): ast.parse(path.read_text()) for path in sorted(tree.glob("src/**/*.py"))}
     figures: dict[str, float | list[str]] = {}
+    tokens = {path: code_tokens(path) for folder in ("src", "tests") for path in tree.glob(f"{folder}/**/*.py")}
+    for folder in [*FOLDERS, "tests"]:
+        weights = [count for path, count in tokens.items() if path.is_relative_to(tree / folder)]
+        figures[f"code tokens in {folder}"] = sum(weights)
+    core = needed(tree / "src", CORE)
+    figures["code tokens that SGLangModel imports"] = sum(tokens[path] for path in core)
+    figures["files that SGLangModel imports"] = len(core)
+    nested, many = zip(*map(dense, parsed.values()), strict=True)
+    figures["nested conditional expressions in src"] = sum(nested)
+    figures["comprehensions with several for in src"] = sum(many)
     for folder in FOLDERS:
         inside = [module for path, module in parsed.items() if path.is_relative_to(folder)]
         figures[f"statements in {folder}"] = sum(map(statements, inside))
