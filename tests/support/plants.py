@@ -26,7 +26,7 @@ Plant = Callable[[Path, Random], "str | None"]
 
 TRAJECTORY_FAULTS: dict[str, Plant] = {}
 WRITTEN_FAULTS: dict[str, Plant] = {}
-"""Faults of a program that records wrongly: the file is sealed after them, so no seal tells."""
+"""Faults of a program that records wrongly: the file is written after them, so its checksum fits."""
 STEP_FAULTS: dict[str, Plant] = {}
 EVALUATION_FAULTS: dict[str, Plant] = {}
 
@@ -70,7 +70,6 @@ class Recorded(Tensors):
                 "prompt_ids": other["prompt_tokens"],
                 "output_ids": answer.get("sampled_tokens", 0),
                 "logprobs": answer.get("sampled_tokens", 0) if answer.get("has_logprobs") else 0,
-                "seals": answer.get("sampled_tokens", 0) if answer.get("has_seals") else 0,
             }[name]
             if other is turn:
                 return slice(at, at + count)
@@ -144,7 +143,7 @@ def prompt_token_called_sampled(folder: Path, random: Random) -> str | None:
     def change(file: Recorded, turn: dict[str, Any]) -> None:
         last = file.slice("prompt_ids", turn).stop - 1
         token = file.tensors["prompt_ids"][last]
-        for name, value in (("output_ids", token), ("logprobs", -0.5), ("seals", 7)):
+        for name, value in (("output_ids", token), ("logprobs", -0.5)):
             where = file.slice(name, turn)
             if where.stop > where.start:
                 file.insert(name, where.start, value)
@@ -160,7 +159,7 @@ def sampled_token_called_prompt(folder: Path, random: Random) -> str | None:
     def change(file: Recorded, turn: dict[str, Any]) -> None:
         first = file.slice("output_ids", turn).start
         token = file.tensors["output_ids"][first]
-        for name in ("output_ids", "logprobs", "seals"):
+        for name in ("output_ids", "logprobs"):
             where = file.slice(name, turn)
             if where.stop > where.start:
                 file.remove(name, where.start)
@@ -266,10 +265,9 @@ def encoded_again(folder: Path, random: Random) -> str | None:
     def change(file: Recorded, turn: dict[str, Any]) -> None:
         at, left, right = random.choice(splits(file, turn))
         inside = at - file.slice("output_ids", turn).start
-        for name in ("logprobs", "seals"):
-            where = file.slice(name, turn)
-            if where.stop > where.start:
-                file.insert(name, where.start + inside, file.tensors[name][where.start + inside])
+        where = file.slice("logprobs", turn)
+        if where.stop > where.start:
+            file.insert("logprobs", where.start + inside, file.tensors["logprobs"][where.start + inside])
         file.tensors["output_ids"][at] = right
         file.insert("output_ids", at, left)
         turn["answer"]["sampled_tokens"] += 1
@@ -307,7 +305,7 @@ def end_of_answer_lost(folder: Path, random: Random) -> str | None:
     """The answer says that it stopped at a token, and the token is not there."""
 
     def change(file: Recorded, turn: dict[str, Any]) -> None:
-        for name in ("output_ids", "logprobs", "seals"):
+        for name in ("output_ids", "logprobs"):
             where = file.slice(name, turn)
             if where.stop > where.start:
                 file.remove(name, where.stop - 1)
@@ -439,10 +437,6 @@ def written(change: Callable[[Turn, Random], bool | None]) -> Callable[[Turn, Ra
             for turn in random.sample(turns, len(turns)):
                 if change(turn, random) is False:
                     continue
-                for one in trajectory.turns:
-                    one.seals = one.prompt_seal = one.seal = None
-                if trajectory.end is not None:
-                    trajectory.end = replace(trajectory.end, seal="")
                 for other in paths:
                     other.unlink()
                 trajectory.save(path)

@@ -73,10 +73,6 @@ RECORD_START = b'{"key":"'
 """The start of every record, which distinguishes an incomplete record from a file of another kind."""
 
 
-SEALED = ("key", "prompt_id", "sample_index", "reward", "termination_reason", "final_response")
-"""The entries of a record whose `digest` is its `seal`, which tells whether one was changed or is another sample's."""
-
-
 class EvalSample(BaseModel):
     """One episode of an evaluation.
 
@@ -118,7 +114,7 @@ class EvalSample(BaseModel):
         return None if self.step_result.reward is None else self.step_result.reward.reward
 
     def to_record(self, config_digest: str) -> dict[str, Any]:
-        """Convert the sample to JSON-like data with the key first, as in a results file, and with its seal.
+        """Convert the sample to JSON-like data with the key first, as in a results file.
 
         Args:
             config_digest: Digest of the configuration.
@@ -130,7 +126,7 @@ class EvalSample(BaseModel):
         }
         if result.observation.tokens is not None:
             observation["tokens"] = result.observation.tokens.model_dump()
-        record = {
+        return {
             "key": self.key,
             "config": config_digest,
             "prompt_id": self.prompt_id,
@@ -150,7 +146,6 @@ class EvalSample(BaseModel):
             "task_context": self.action.task_context.model_dump(),
             "observation": observation,
         }
-        return {**record, "seal": digest([record[name] for name in SEALED])}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], *, is_finished: bool = True) -> EvalSample:

@@ -1,6 +1,6 @@
 """What is wrong with recorded episodes: each check compares a file with what can be derived from its other parts.
 
-A file of ours holds most facts twice: a token and its seal, a mask and the turns that it follows from, an advantage and
+A file of ours holds most facts twice: a token and its text, a mask and the turns that it follows from, an advantage and
 the rewards that it is computed from, a fact and the server's own report of it. A finding is a contradiction between two
 of them, or an end that no one should train on. What a file cannot tell is not guessed at.
 """

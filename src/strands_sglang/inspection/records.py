@@ -77,7 +77,6 @@ class Tokens:
         experts: Routed experts, shape `(rows, layers * top_k)`, of the whole sequence up to the turn.
         sampling_logprobs: Logprobs among the ids that truncated sampling kept.
         kept_counts: Number of ids that truncated sampling kept for each token.
-        seals: Seal of each token from when it was recorded; see `trajectory/seals.py`.
     """
 
     ids: Ids
@@ -88,7 +87,6 @@ class Tokens:
     experts: Ids | None = None
     sampling_logprobs: Floats | None = None
     kept_counts: Ids | None = None
-    seals: NDArray[np.uint32] | None = None
 
     def __len__(self) -> int:
         """Number of tokens."""

@@ -8,20 +8,19 @@ Layout (format version 3). Tensors hold the concatenated tokens of all turns: `p
 prompt with one placeholder per image), `images.<n>.file.<i>` (the bytes of image i) and `images.<n>.train.<name>` (the
 processor's tensors; bfloat16 is stored as int16 and listed under `bfloat16` in the turn's description).
 
-`pieces.ids` and `pieces.lengths` (int32) and `pieces.bytes` (uint8, all pieces end to end) hold the bytes of each
-id. `seals` (uint32, of the sampled tokens; see `seals.py`) tell whether an id or a logprob has changed since
-the first save.
+`pieces.ids` and `pieces.lengths` (int32) and `pieces.bytes` (uint8, all pieces end to end) hold the bytes of each id.
 
 `trajectory` (uint8) is JSON. Its `turns` are in the order of their calls: `parent` is a position in that list, and
 `prompt_tokens` and `sampled_tokens` count the turn's entries in the tensors. `said` and `answered` are the conversation
-as people read it, and `text` of the `answer` is the text of the sampled ids. `prompt_seal` and `seal` tell whether the
-prompt, or the turn's other facts, have changed. Other keys hold what else the trajectory knows: `agents` and `helpers`
-that have asked, `result_notices`, `call_ids` and `tool_parse_errors` of tool calls, and the `end` of the episode.
-Digests are hexadecimal. The file's metadata holds `format`, `version`, and the `checksum` of all tensors. A file that
-does not have its checksum is refused, except by the doctor and the viewer, which show what is there.
+as people read it, and `text` of the `answer` is the text of the sampled ids. Other keys hold what else the trajectory
+knows: `agents` and `helpers` that have asked, `result_notices`, `call_ids` and `tool_parse_errors` of tool calls, and
+the `end` of the episode. Digests are hexadecimal. The file's metadata holds `format`, `version`, and the `checksum` of
+all tensors. A file that does not have its checksum is refused, except by the doctor and the viewer, which show what is
+there.
 
-Earlier versions are read, too. Version 2 may lack pieces, seals, texts, `end` and the checksum, which covers no types
-and shapes there. Version 1 also has `trajectory` in the metadata, which safetensors limits to 100 MB.
+Earlier versions are read, too. Files of version 3 may also have seals, which are not read. Version 2 may lack pieces,
+texts, `end` and the checksum, which covers no types and shapes there. Version 1 also has `trajectory` in the metadata,
+which safetensors limits to 100 MB.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _METADATA = {"format", "version", "checksum", "trajectory"}
 _TURN_FIELDS: tuple[str, ...] = (
     *("index", "reason", "reasoning_open", "constrained", "agent", "cycle", "is_auxiliary", "clamped", "parent_kept"),
     *("ends_in_reasoning", "has_reasoning", "sampling_params", "request_fields", "tool_calls"),
-    *("roles", "note", "was_added", "said", "answered", "prompt_seal", "seal"),
+    *("roles", "note", "was_added", "said", "answered"),
 )
 _GENERATION_FIELDS: tuple[str, ...] = (
     *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),
@@ -125,13 +124,12 @@ def encode_turns(
         "sampling_mask.ids": [mask.token_ids for mask in masks],
         "sampling_mask.lengths": [mask.lengths for mask in masks],
         "sampling_logprobs": [answer.sampling_logprobs for answer in answers],
-        "seals": [turn.seals for turn in turns if turn.is_answered],
     }
     tensors: dict[str, Any] = {}
     for name, column in columns.items():
         kind = _type_of(name)
         values = [np.asarray(part, dtype=kind) for part in column if part is not None]
-        if values or not name.startswith(("sampling", "seals")):
+        if values or not name.startswith("sampling"):
             tensors[name] = np.concatenate([np.zeros(0, kind), *values])
     pieces = dict(known_pieces or {})
     if encoder is not None:
@@ -200,7 +198,6 @@ def _describe_turn(turn: Turn, parent: int | None, encoder: Encoder | None) -> d
             **{name: getattr(answer, name) for name in _GENERATION_FIELDS},
             "sampled_tokens": len(answer.output_ids),
             "text": text,
-            "has_seals": turn.seals is not None,
             "has_logprobs": answer.logprobs is not None,
             "has_sampling_mask": answer.sampling_mask is not None,
             "has_sampling_logprobs": answer.sampling_logprobs is not None,
@@ -262,7 +259,7 @@ def decode_turns(content: bytes, *, changed_too: bool = False) -> tuple[list[Tur
     if is_changed and not changed_too:
         raise TrajectoryFileError(
             "changed since it was written: its checksum does not fit. Use another copy of the file; "
-            "`strands-sglang doctor` tells what was changed"
+            "`strands-sglang doctor` tells what contradicts itself in this one"
         )
     recorded = json.loads(metadata["trajectory"] if "trajectory" in metadata else tensors["trajectory"].tobytes())
     recorded["is_changed"] = is_changed
@@ -326,11 +323,11 @@ def _type_of(name: str) -> str:
     """Return the type of a tensor, as NumPy writes it."""
     if name in ("trajectory", "pieces.bytes") or ".file." in name:
         return "|u1"
-    return "<f8" if name.endswith("logprobs") else "<u4" if name == "seals" else "<i4"
+    return "<f8" if name.endswith("logprobs") else "<i4"
 
 
 _COLUMNS = (
-    *("prompt_ids", "output_ids", "logprobs", "prompt_logprobs", "seals"),
+    *("prompt_ids", "output_ids", "logprobs", "prompt_logprobs"),
     *("sampling_mask.ids", "sampling_mask.lengths", "sampling_logprobs"),
 )
 
@@ -348,7 +345,7 @@ class _Reader:
         self._is_strict = is_strict
         self._read = dict.fromkeys(tensors, 0)
         for name, values in tensors.items():
-            if ".train." in name:
+            if ".train." in name or name == "seals":  # earlier releases' seals of tokens are not read
                 continue
             kind, depth = _type_of(name), 2 if name.startswith("routed_experts.") else 1
             if (values.dtype.str, values.ndim) != (kind, depth):
@@ -374,7 +371,7 @@ class _Reader:
         if self._is_strict and not (type(count) is int and 0 <= count <= left):
             raise TrajectoryFileError(f"damaged: a turn describes {count!r} entries of {name}, and {left} are left")
         self._read[name] = start + count
-        kind = {"<f8": "d", "<u4": "I", "<i4": "i"}[_type_of(name)]
+        kind = {"<f8": "d", "<i4": "i"}[_type_of(name)]
         return array(kind, self._tensors[name][start : start + count].tobytes())
 
     def _images(self, prefix: str, described: Mapping[str, Any]) -> ImageInputs:
@@ -447,7 +444,6 @@ class _Reader:
         )
         if answer is not None:
             turn.generation = self._generation(answer, self._tensors.get(f"routed_experts.{position}"))
-            turn.seals = self._next("seals", answer["sampled_tokens"], is_there=answer.get("has_seals", False))
             if answer.get("is_resumed"):
                 turn.resumes, turn.status = turn.generation, TurnStatus.CUT  # earlier files say "failed"
         if self._is_strict:

@@ -20,7 +20,7 @@ import threading
 import uuid
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,6 @@ from ..templates.image_tokens import ImageInputs
 from .discards import After, judge, judge_end, note_if_gone, settle
 from .explain import explain, reason_to_extend, reason_to_open
 from .export import export_sequences, helpers_tokens, sequence_of
-from .seals import seal_end, seal_prompt, seal_tokens, seal_turn, sealed_answers
 from .storage import check_types, decode_turns, encode_turns, reading, write_file
 from .tokens import TokenManager
 from .turn import Turn, TurnStatus
@@ -120,8 +119,6 @@ class EpisodeEnd:
         turn_rewards: Rewards of single turns by `Turn.index`, in addition.
         error: The error that ended it; None without one.
         reward_error: Why it has no reward although its outcome allows one; None otherwise.
-        seal: Digest of the rewards, the outcome and the answers that they were noted for; empty before the first save.
-        turns: Number of these answers.
     """
 
     outcome: str | None = None
@@ -129,8 +126,10 @@ class EpisodeEnd:
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     error: str | None = None
     reward_error: str | None = None
-    seal: str = ""
-    turns: int = 0
+
+
+_UNREAD_END = ("seal", "turns")
+"""Entries of an end that earlier releases wrote."""
 
 
 class Trajectory:
@@ -693,7 +692,6 @@ class Trajectory:
     def to_bytes(self) -> bytes:
         """Return the bytes that `save` writes."""
         with self._lock:
-            self._seal()
             asked = [(turn.agent, turn.is_auxiliary) for turn in self._turns if turn.agent is not None]
             facts = {
                 "result_notices": self.result_notices,
@@ -705,18 +703,6 @@ class Trajectory:
             }
             self._forget_for_requests()
             return encode_turns(self._turns, facts, self.encoder, self.pieces)
-
-    def _seal(self) -> None:
-        """Seal what is not sealed yet: the first file of an episode decides, whatever is changed and saved after it."""
-        for turn in self._turns:
-            if turn.seal is None and turn.status is not TurnStatus.ASKED:
-                answer = turn.generation
-                if answer is not None:
-                    turn.seals = seal_tokens(answer.output_ids, answer.logprobs)
-                turn.prompt_seal, turn.seal = seal_prompt(turn), seal_turn(turn)
-        if self.end is not None and not self.end.seal:
-            end = replace(self.end, turns=len(sealed_answers(self._turns)))
-            self.end = replace(end, seal=seal_end(end, self._turns))
 
     def _forget_for_requests(self) -> None:
         """Free memory that only a next request would need; it takes little time to make it again."""
@@ -760,7 +746,8 @@ class Trajectory:
             trajectory.is_changed = facts["is_changed"]
             if (end := facts.get("end")) is not None:  # earlier files lack it
                 turn_rewards = {int(index): reward for index, reward in end["turn_rewards"].items()}
-                trajectory.end = EpisodeEnd(**{**end, "turn_rewards": turn_rewards})
+                known = {name: value for name, value in end.items() if name not in _UNREAD_END}
+                trajectory.end = EpisodeEnd(**{**known, "turn_rewards": turn_rewards})
                 if not changed_too:
                     check_types(trajectory.end)
             trajectory.result_notices = dict(facts["result_notices"])

@@ -85,10 +85,6 @@ class Turn:
         said: What the prompt added to the conversation, as people read it.
         answered: The answer, as people read it.
         text: Text of the sampled ids, if the trajectory was read from a file; saving a new one decodes it.
-        seals: A number of 32 bits per sampled token, made when the trajectory was first saved, shape `(T,)`; see
-            `trajectory/seals.py`. None before that, and without an answer.
-        prompt_seal: Digest of the prompt's tokens, as of `seals`.
-        seal: Digest of the other facts, as of `seals`.
         requests_s: Seconds that its requests took so far; not saved.
         chat_tools: The tools in the form of chat templates, shared by the turns with the same tools; not saved.
         trajectory: The trajectory that records it; None for a turn on its own.
@@ -128,9 +124,6 @@ class Turn:
     said: tuple[Said, ...] = ()
     answered: tuple[Said, ...] = ()
     text: str | None = None
-    seals: array[int] | None = None
-    prompt_seal: str | None = None
-    seal: str | None = None
     requests_s: float = 0.0
     chat_tools: ChatTools | None = None
     trajectory: Trajectory | None = None

@@ -207,7 +207,7 @@ def test_records_of_earlier_releases_have_a_page(tmp_path):
     for name in ("results.jsonl", "results.failures.jsonl"):
         records = lines(tmp_path / name)
         for record in records:
-            for later in ("ended_at", "environment", "is_errored", "reward_error", "seal"):
+            for later in ("ended_at", "environment", "is_errored", "reward_error"):
                 del record[later]
         (tmp_path / name).write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in records))
     assert len(report_of(tmp_path)["episodes"]) == 12

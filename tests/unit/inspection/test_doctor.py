@@ -440,7 +440,7 @@ PLANTED = {
     plant_falling_version: {"version-falls"},
     plant_trained_twice: {"trained-twice"},
     plant_swapped_rewards: {"reward-sibling"},
-    plant_reward_of_sibling: {"reward-sibling"},
+    plant_reward_of_sibling: {"reward"},
     plant_flat_group: {"flat-group"},
     plant_failed_reward: {"reward-failure"},
     plant_failed_end: {"reward-failure"},
@@ -744,7 +744,7 @@ def test_a_wrong_value_is_a_finding_and_left_out(healthy, tmp_path, name, value)
     render(groups, found)
 
 
-def test_any_text_and_number_of_a_call_keeps_its_seal(rollout, tmp_path):
+def test_any_text_and_number_of_a_call_is_healthy(rollout, tmp_path):
     _, model = rollout(["ok"], sampling_params={"temperature": 1, "logit_bias": {7: 0.5, 11: 1e-9}})
     agent = make_agent(model)
     agent("half of a pair: \ud800 and 1e400")
@@ -761,16 +761,6 @@ def test_an_episode_that_goes_on_after_its_end_is_healthy(rollout, tmp_path):
     model.trajectory.save(tmp_path / "one.safetensors")
     agent("r")
     model.trajectory.save(tmp_path / "one.safetensors")
-    assert findings(read([tmp_path / "one.safetensors"])) == []
-
-
-def test_seals_of_another_scheme_are_not_compared(rollout, tmp_path, monkeypatch):
-    _, model = rollout(["one"])
-    make_agent(model)("q")
-    model.trajectory.note_end(outcome="task_complete", reward=0.5)
-    monkeypatch.setattr("strands_sglang.trajectory.seals._SCHEME", "0:")
-    model.trajectory.save(tmp_path / "one.safetensors")
-    monkeypatch.undo()
     assert findings(read([tmp_path / "one.safetensors"])) == []
 
 

@@ -1177,7 +1177,6 @@ async def test_the_file_can_be_read_without_this_library(recorded, tmp_path):
         "output_ids": "int32",
         "logprobs": "float64",
         "prompt_logprobs": "float64",
-        "seals": "uint32",
         "pieces.ids": "int32",
         "pieces.lengths": "int32",
         "pieces.bytes": "uint8",
@@ -1639,7 +1638,7 @@ async def test_an_old_trajectory_is_extended(release, name):
     assert server.requests[0].input_ids[: len(turn.parent.token_ids())] == turn.parent.token_ids()
 
 
-@of_each_release
+@pytest.mark.parametrize("release", [path for path in RELEASES if (path / "library").is_dir()])
 async def test_an_old_evaluation_by_the_library_is_resumed(release, tmp_path):
     path = shutil.copytree(release / "library", tmp_path / "out") / "results.jsonl"
     before = {sample["key"]: sample for sample in map(json.loads, path.read_bytes().splitlines()[:-1])}

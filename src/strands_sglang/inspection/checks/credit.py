@@ -13,7 +13,6 @@ import numpy as np
 
 from ...credit import LARGEST_REWARD, STD_EPSILON, group_advantages, version_number
 from ...outcomes import OUTCOMES, RewardRule, TerminationReason
-from ...trajectory.seals import is_comparable
 from ..records import Episode, Group, SequenceRecord
 from .turns import Facts
 
@@ -67,12 +66,9 @@ def _reward(group: Group, episode: Episode) -> Iterator[Facts]:
 
 
 def _noted(group: Group, episode: Episode) -> Iterator[Facts]:
-    """Compare the reward that counts with the one in the trajectory's own file, and that with its seal."""
+    """Compare the reward that counts with the one in the trajectory's own file."""
     end = episode.facts.get("end")
     if end is None:
-        return
-    if is_comparable(end.seal) and episode.facts["end_seal_of"]() != end.seal:
-        yield from _unsealed(group, episode, end)
         return
     if end.reward is not None and episode.reward is not None and not _close(end.reward, episode.reward):
         why = f"its reward is {episode.reward:g}, but its trajectory's file says {end.reward:g}"
@@ -89,34 +85,6 @@ def _noted(group: Group, episode: Episode) -> Iterator[Facts]:
         if TerminationReason(end.outcome) in _FAILED and episode.reward is not None:
             kind = "reward-failure"
         yield {"kind": kind, "why": f"it counts as {episode.outcome}, but its trajectory's file says {end.outcome}"}
-
-
-def _unsealed(group: Group, episode: Episode, end: Any) -> Iterator[Facts]:
-    seal_of, seal = episode.facts["end_seal_of"], end.seal
-    rewards = [one.facts["end"].reward for one in group.episodes if "end" in one.facts]
-    outcomes = [reason.value for reason in TerminationReason]
-    for reward in (end.reward, *rewards, None):
-        for outcome in (end.outcome, *outcomes, None):
-            if seal_of(reward=reward, outcome=outcome) != seal:
-                continue
-            if reward != end.reward:
-                told = "none" if reward is None else f"{reward:g}"
-                kind = "reward-sibling" if reward is not None else "reward"
-                if outcome in {reason.value for reason in _FAILED}:
-                    kind = "reward-failure"
-                yield {"kind": kind, "why": f"its reward was noted as {told}, and is now {end.reward}"}
-            if outcome != end.outcome:
-                kind = "reward-failure" if end.outcome in {reason.value for reason in _FAILED} else "changed"
-                if end.outcome == "task_complete":
-                    kind = "cut-complete"
-                yield {"kind": kind, "why": f"its outcome was noted as {outcome}, and is now {end.outcome}"}
-            return
-    others = {one.id: one.reward for one in group.episodes if one is not episode}
-    known = any(reward is not None and _close(reward, end.reward or 0.0) for reward in others.values())
-    kind = "reward-sibling" if known and end.reward is not None else "reward"
-    if not any(turn.facts.get("seal") != turn.facts.get("seal_now") for turn in episode.turns):
-        why = "its reward, its outcome, or the turns that they were noted for, are not the recorded ones"
-        yield {"kind": kind, "why": why}
 
 
 def _whose(group: Group, episode: Episode, reward: float) -> str:

@@ -1,4 +1,4 @@
-"""Checks of an evaluation's records: against their seals, and against the trajectories."""
+"""Checks of an evaluation's records against its trajectories."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 
 from ...messages import message_digest
-from ...outcomes import TerminationReason
-from ..formats.evaluations import seal_of
 from ..records import Episode, Group, SequenceRecord, Writer
 from .rows import shifted
 from .turns import Facts
@@ -20,8 +18,6 @@ def check_record(group: Group, episode: Episode) -> Iterator[Facts]:
     record = episode.facts.get("record")
     if record is None:
         return
-    if record.get("seal") is not None and seal_of(record) != record["seal"]:
-        yield _changed(group, episode, record)
     if str(record.get("config")) != group.facts["config"]:
         why = "it is of another configuration than the other samples: another model or other settings"
         yield {"kind": "changed", "why": why}
@@ -38,31 +34,6 @@ def check_record(group: Group, episode: Episode) -> Iterator[Facts]:
         yield {"kind": "structure", "why": f"its record counts {counted} sampled tokens, its trajectory has {sampled}"}
     if tokens is not None:
         yield from _tokens(episode, tokens)
-
-
-def _changed(group: Group, episode: Episode, record: Mapping[str, Any]) -> Facts:
-    rewards = [one.facts["record"]["reward"] for one in group.episodes if "record" in one.facts]
-    for reward in (*rewards, None, 0.0, 1.0):
-        if seal_of({**record, "reward": reward}) == record["seal"]:
-            kind = "reward-sibling" if record["reward"] in rewards and reward is not None else "reward"
-            return {"kind": kind, "why": f"its reward was recorded as {reward}, and is now {record['reward']}"}
-    for reason in TerminationReason:
-        if seal_of({**record, "termination_reason": reason.value}) == record["seal"]:
-            kind = "cut-complete" if record["termination_reason"] == "task_complete" else "changed"
-            if record["reward"] is not None and record["termination_reason"] in ("infrastructure_error", "aborted"):
-                kind = "reward-failure"
-            return {"kind": kind, "why": f"it ended with {reason.value}, and is now {record['termination_reason']}"}
-    for one in group.episodes:
-        other = one.facts.get("record")
-        names = ("reward", "final_response", "termination_reason")
-        if other is not None and other.get("seal") == seal_of({**other, **{name: record[name] for name in names}}):
-            return {
-                "kind": "reward-sibling",
-                "why": f"its reward and answer are those of sample {other['sample_index']}",
-            }
-    if _says(record.get("final_response"), _texts(episode)):
-        return {"kind": "reward", "why": "its reward, end, prompt or number is not the recorded one"}
-    return {"kind": "id-text", "why": "its final response is not the recorded one"}
 
 
 def _answers(episode: Episode, record: Mapping[str, Any]) -> Iterator[Facts]:

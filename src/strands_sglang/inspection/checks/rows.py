@@ -11,7 +11,10 @@ from ...credit import version_number
 from ...terminal import counted
 from ..records import Episode, Group, SequenceRecord, Writer
 from ..texts import joined
-from .turns import ALMOST_ALL, Facts
+from .turns import Facts
+
+ALMOST_ALL = 0.9
+"""Share of tokens that must fit their neighbors' places for a column to count as shifted."""
 
 
 def check_rows(group: Group, episode: Episode) -> Iterator[Facts]:

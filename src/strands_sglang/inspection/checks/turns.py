@@ -10,16 +10,10 @@ import numpy as np
 
 from ...messages import chain_of, next_link
 from ...terminal import counted
-from ...trajectory.seals import seal_ids, seal_logprobs, seal_turn
 from ..records import Episode, Group, TurnRecord
 from ..texts import joined
 
 Facts = dict[str, Any]
-
-_HIGH, _LOW = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
-
-ALMOST_ALL = 0.9
-"""Share of tokens that must fit their neighbors' places for a column to count as shifted."""
 
 
 def check_turns(group: Group, episode: Episode) -> Iterator[Facts]:
@@ -32,7 +26,7 @@ def check_turns(group: Group, episode: Episode) -> Iterator[Facts]:
             yield {"kind": "structure", "why": f"it comes after call {before.number}", "turn": turn.number}
     for turn in episode.turns:
         pieces = episode.facts.get("pieces") or group.vocabulary
-        checks = (_tokens(turn, pieces, group), _logprobs(turn), _facts(episode, turn), _experts(episode, turn))
+        checks = (_tokens(turn, pieces, group), _reports(episode, turn), _experts(episode, turn))
         for check in checks:
             for facts in check:
                 yield {"turn": turn.number, **facts}
@@ -47,23 +41,7 @@ def check_turns(group: Group, episode: Episode) -> Iterator[Facts]:
 def _tokens(turn: TurnRecord, pieces: Mapping[int, bytes], group: Group) -> Iterator[Facts]:
     sampled = turn.sampled
     text = None if turn.text is None else joined(sampled.ids.tolist(), pieces)
-    changed = np.zeros(0, np.int64)
-    if sampled.seals is not None:
-        shorter = min(len(sampled), len(sampled.seals))
-        differs = seal_ids(sampled.ids)[:shorter] != (sampled.seals[:shorter] & _HIGH)
-        changed = np.flatnonzero(np.append(differs, [True] * (len(sampled) - shorter)))
-    if len(changed):
-        first = int(changed[0])
-        if turn.text is not None and text is not None and _same(text, turn.text):
-            told = counted(len(changed), "sampled id")
-            why = f"{told} changed after recording, to the same text: it was tokenized again"
-            yield {"kind": "drift", "why": why, "token": first, "count": len(changed)}
-        elif text is None or turn.text is None or not _same(text, turn.text):
-            why = f"{counted(len(changed), 'sampled id')} changed after recording"
-            told = "" if turn.text is None else f", and the text that was sampled is another: {turn.text[:60]!r}"
-            kind = "ids" if turn.text is None else "id-text"
-            yield {"kind": kind, "why": why + told, "token": first, "count": int(changed[-1]) - first + 1}
-    elif turn.text is not None and text is not None and not _same(text, turn.text):
+    if turn.text is not None and text is not None and not _same(text, turn.text):
         at = _first_difference(sampled.ids.tolist(), pieces, turn.text)
         told = f"{_around(text, turn.text)!r}, but the text that was sampled is {_around(turn.text, text)!r}"
         yield {"kind": "id-text", "why": f"the text of the ids is {told}", "token": at, "count": 1}
@@ -77,25 +55,8 @@ def _tokens(turn: TurnRecord, pieces: Mapping[int, bytes], group: Group) -> Iter
             at = int(np.flatnonzero(sampled.ids == token_id)[0])
             why = f"the file says that id {token_id} is {pieces[token_id]!r}, the tokenizer {known[token_id]!r}"
             yield {"kind": "id-text", "why": why, "token": at, "count": 1}
-    yield from _prompt(turn, pieces)
     if (sampled.ids < 0).any() or (turn.prompt.ids < 0).any():
         yield {"kind": "structure", "why": "a token id is negative"}
-
-
-def _prompt(turn: TurnRecord, pieces: Mapping[int, bytes]) -> Iterator[Facts]:
-    seal = turn.facts.get("prompt_seal")
-    if seal is None or seal == turn.facts["prompt_seal_now"]:
-        return
-    text = joined(turn.prompt.ids.tolist(), pieces)
-    gone = None
-    if text is not None:
-        gone = next((part for part in turn.said if part.text.strip() and part.text.strip() not in text), None)
-    if text is None or gone is not None:
-        told = "" if gone is None else f": it no longer holds what the {gone.role} said, {gone.text.strip()[:60]!r}"
-        yield {"kind": "id-text", "why": f"the prompt's tokens are not those that were sent{told}"}
-    else:
-        why = "the prompt's tokens are not those that were sent, though what was said is in them: it was rendered again"
-        yield {"kind": "re-rendered", "why": why}
 
 
 def _same(text: str, recorded: str) -> bool:
@@ -117,146 +78,28 @@ def _around(text: str, other: str) -> str:
     return text[max(at - 10, 0) : at + 20]
 
 
-# --- logprobs ---
+# --- the server's own report ---
 
 
-def _logprobs(turn: TurnRecord) -> Iterator[Facts]:
-    sampled = turn.sampled
-    values, seals, count = sampled.logprobs, sampled.seals, len(sampled)
-    if seals is None:
-        return
-    if len(seals) != count:  # other tokens were put in or taken out, which has been told
-        return
-    if values is None:
-        if count and (seals & _LOW).any():
-            yield {"kind": "logprobs", "why": "the sampled tokens have lost their logprobs", "token": 0, "count": count}
-        return
-    if len(values) != count:
-        yield {"kind": "logprobs", "why": f"{count} sampled tokens have {len(values)} logprobs"}
-        return
-    low = seals & _LOW
-    changed = np.flatnonzero(seal_logprobs(values) != low)
-    if not len(changed):
-        return
-    first, last = int(changed[0]), int(changed[-1])
-    at = {"token": first, "count": last - first + 1}
-    inner = values[first : last + 1]
-    # Each value with the position of its neighbor.
-    later = seal_logprobs(inner[1:], first) == low[first:last]
-    earlier = seal_logprobs(inner[:-1], first + 1) == low[first + 1 : last + 1]
-    for fits, where in ((later, "before"), (earlier, "after")):
-        if len(fits) and fits.mean() >= ALMOST_ALL:
-            why = f"the logprobs of {len(changed)} tokens are those of the token {where} each: shifted by one"
-            yield {"kind": "logprobs-shifted", "why": why, **at}
-            return
-    why = f"{counted(len(changed), 'logprob')} changed after recording, the first to {values[first]:g}"
-    yield {"kind": "logprobs", "why": why, **at}
-
-
-# --- facts ---
-
-
-def _facts(episode: Episode, turn: TurnRecord) -> Iterator[Facts]:
+def _reports(episode: Episode, turn: TurnRecord) -> Iterator[Facts]:
     recorded = turn.facts.get("turn")
-    if recorded is None:
+    answer = None if recorded is None else recorded.generation
+    if answer is None or turn.is_resumed:
         return
-    answer = recorded.generation
-    meta = answer.meta_info if answer is not None else {}
-    was = _reported(meta)
-    told: set[str] = set()
-    if answer is not None and not turn.is_resumed and was.get("finish_type") not in (None, answer.finish_type):
-        if (was["finish_type"], answer.finish_type) != ("abort", "length"):  # aborted when its budget was used up
-            kind = "cut-complete" if answer.finish_type == "stop" else "changed"
-            why = (
-                f"it is said to have ended with {answer.finish_type!r}, but the server reported {was['finish_type']!r}"
-            )
-            told.add(kind)
-            yield {"kind": kind, "why": why}
+    meta = answer.meta_info
+    finish = meta.get("finish_reason")
+    was = finish.get("type") if isinstance(finish, Mapping) else None
+    # An aborted request whose budget was used up ended at its length.
+    if was not in (None, answer.finish_type) and (was, answer.finish_type) != ("abort", "length"):
+        kind = "cut-complete" if answer.finish_type == "stop" else "changed"
+        why = f"it is said to have ended with {answer.finish_type!r}, but the server reported {was!r}"
+        yield {"kind": kind, "why": why}
     counted = meta.get("completion_tokens")
-    if answer is not None and not turn.is_resumed and isinstance(counted, int) and counted != len(turn.sampled):
-        why = f"it has {len(turn.sampled)} sampled tokens, but the server reported {counted}"
+    if isinstance(counted, int) and counted != len(turn.sampled):
         text = None if turn.text is None else joined(turn.sampled.ids.tolist(), episode.facts.get("pieces", {}))
         kind = "drift" if text is not None and _same(text, turn.text or "") else "id-text"
+        why = f"it has {len(turn.sampled)} sampled tokens, but the server reported {counted}"
         yield {"kind": kind, "why": why}
-    seal = turn.facts.get("seal")
-    if seal is None or seal == turn.facts["seal_now"]:
-        return
-    for kind, why in _restored(episode, turn, recorded, was):
-        if kind not in told:
-            yield {"kind": kind, "why": why}
-        return
-    if not told:
-        yield {
-            "kind": "changed",
-            "why": "its facts (who asked, parameters, status, versions) are not the recorded ones",
-        }
-
-
-def _reported(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the server itself reported, under the names of a `Generation`."""
-    finish = meta.get("finish_reason")
-    reported = {"finish_type": finish.get("type") if isinstance(finish, Mapping) else None}
-    if "weight_version" in meta:
-        reported["weight_version"] = meta["weight_version"]
-    return reported
-
-
-def _restored(episode: Episode, turn: TurnRecord, recorded: Any, was: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Find the one fact whose earlier value fits the seal, and yield what it means that it was changed."""
-    seal = turn.facts["seal"]
-
-    def fits(**changed: Any) -> bool:
-        return seal_turn(recorded, **changed) == seal
-
-    for name in ("constrained", "is_auxiliary"):
-        if fits(**{name: not getattr(recorded, name)}):
-            is_now, word = bool(getattr(recorded, name)), name.removeprefix("is_")
-            kind = "not-trained" if is_now else "mask-off-policy"
-            yield kind, f"it was recorded as {'not ' * is_now}{word}, and is now {'not ' * (not is_now)}{word}"
-    if fits(clamped=not recorded.clamped):
-        kind = "context-clamped" if recorded.clamped else "changed"
-        yield kind, f"clamped is now {recorded.clamped}, and was recorded as {not recorded.clamped}"
-    answer = recorded.generation
-    if answer is not None:
-        yield from _restored_answer(answer, was, fits)
-    if recorded.parent_kept is not None and fits(parent_kept=None):
-        yield "re-rendered", f"only {recorded.parent_kept} tokens of the answer before precede it; all were recorded to"
-    others = [other.facts["turn"] for other in episode.turns if "turn" in other.facts]
-    now = None if recorded.parent is None else recorded.parent.index
-    for parent in (None, *(other.index for other in others if other.index < recorded.index)):
-        for key in (recorded.key.hex(), *(other.key.hex() for other in others)):
-            if parent != now and fits(parent=parent, key=key):
-                told = "opened a sequence" if parent is None else f"extended call {parent}"
-                yield "re-rendered", f"it {told} when it was recorded, and now {_attached(now)}"
-
-
-def _attached(parent: int | None) -> str:
-    return "opens a sequence" if parent is None else f"extends call {parent}"
-
-
-def _restored_answer(answer: Any, was: Mapping[str, Any], fits: Any) -> Iterator[tuple[str, str]]:
-    for finish in ("stop", "length", "abort"):
-        for stop in (None, answer.stop_token_id, *answer.output_ids[-1:]):
-            if finish != answer.finish_type and fits(finish_type=finish, stop_token_id=stop):
-                kind = "cut-complete" if answer.finish_type == "stop" else "changed"
-                yield (
-                    kind,
-                    f"it was recorded to end with {finish!r}, and is now said to end with {answer.finish_type!r}",
-                )
-                return
-    if fits(has_experts=True):
-        yield "experts-missing", "the routed experts that were recorded with it are gone"
-    whole = ((was.get("weight_version"), 0, len(answer.output_ids)),)
-    spans = tuple(sorted(tuple(span) for span in answer.weight_versions))
-    for version in dict.fromkeys((answer.weight_version, was.get("weight_version"))):
-        for versions in (whole, answer.weight_versions, spans):
-            if fits(weight_version=version, weight_versions=versions):
-                missing = answer.weight_version is None or not answer.weight_versions
-                yield (
-                    "version-missing" if missing else "version",
-                    "its versions of the weights are not the recorded ones",
-                )
-                return
 
 
 # --- experts ---
@@ -459,10 +302,10 @@ def _ends(episode: Episode) -> Iterator[Facts]:
             why = f"it counts as discarded, so it is not trained, but call {turn.number} builds on its answer"
             yield {"kind": "not-trained", "why": why, "turn": number}
     for position in sorted(discarded):
-        if not episode.turns[position].note and "turn" in episode.turns[position].facts:
-            if episode.turns[position].facts.get("seal") is not None:
-                why = "it counts as discarded, so it is not trained, but nothing says why"
-                yield {"kind": "not-trained", "why": why, "turn": episode.turns[position].number}
+        recorded = episode.turns[position].facts.get("turn")
+        if recorded is not None and recorded.digests and not recorded.note:
+            why = "it counts as discarded, so it is not trained, but nothing says why"
+            yield {"kind": "not-trained", "why": why, "turn": episode.turns[position].number}
     turns = [turn for turn in episode.turns if not turn.is_auxiliary and not turn.is_discarded]
     for turn in turns:
         recorded = turn.facts.get("turn")

@@ -1,7 +1,6 @@
-"""Checks of values that no server reports and of facts that exclude each other, whatever the seals say.
+"""Checks of values that no server reports and of facts that exclude each other, from the file alone.
 
-A program that records wrongly seals what it recorded, so these faults are in the record from the start. Records of
-other libraries have no seals at all.
+A program that records wrongly also writes a checksum that fits, so these faults are in the record from the start.
 """
 
 from __future__ import annotations

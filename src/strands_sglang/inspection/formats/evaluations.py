@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,6 @@ from ..records import Episode, Group
 from .trajectories import episode_of, load_trajectory
 
 FORMAT = "strands-env evaluation 1"
-SEALED = ("key", "prompt_id", "sample_index", "reward", "termination_reason", "final_response")
 
 REQUIRED = ("key", "prompt_id", "sample_index", "reward", "termination_reason", "observation")
 
@@ -72,13 +70,6 @@ def read_evaluation(results: Path) -> list[Group]:
         group.facts = {"benchmark": plan["benchmark"], "plan": plan, "config": usual}
         group.episodes.sort(key=lambda episode: episode.facts["record"]["sample_index"])
     return [group for group in groups.values() if group.episodes]
-
-
-def seal_of(record: Mapping[str, Any]) -> str:
-    """Return the seal of a record, as strands-env computes it."""
-    values = [record.get(name) for name in SEALED]
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ...trajectory.seals import is_comparable, seal_end, seal_prompt, seal_turn
 from ...trajectory.trajectory import Trajectory
 from ...trajectory.turn import Turn
 from ..records import Branching, Episode, Group, Image, SequenceRecord, Span, Tokens, TurnRecord, Writer
@@ -62,7 +61,6 @@ def episode_of(trajectory: Trajectory, name: str, *, file: str = "") -> Episode:
         episode.outcome, episode.reward = end.outcome, end.reward
         episode.error, episode.reward_error = end.error, end.reward_error
         episode.facts["end"] = end
-        episode.facts["end_seal_of"] = lambda **changed: seal_end(end, turns, **changed)
         for turn in episode.turns:
             turn.reward = end.turn_rewards.get(turn.number)
     episode.seconds = None if not turns else sum(turn.seconds or 0.0 for turn in episode.turns)
@@ -81,7 +79,6 @@ def turn_record(turn: Turn, positions: Mapping[int, int]) -> TurnRecord:
         positions: Position of each turn of the trajectory by `id`.
     """
     answer = turn.generation
-    is_sealed = is_comparable(turn.seal)
     prompt = Tokens(
         np.asarray(turn.prompt_ids, np.int32),
         None if turn.prompt_logprobs is None else np.asarray(turn.prompt_logprobs, np.float64),
@@ -100,15 +97,11 @@ def turn_record(turn: Turn, positions: Mapping[int, int]) -> TurnRecord:
         sampled.sampling_logprobs = _floats(answer.sampling_logprobs)
         sampled.kept_counts = None if mask is None else np.asarray(mask.lengths, np.int32)
         sampled.versions = tuple(Span(*span) for span in answer.weight_versions)
-        sampled.seals = np.asarray(turn.seals, np.uint32) if turn.seals is not None and is_sealed else None
         if answer.routed_experts is not None:
             try:
                 sampled.experts = answer.expert_ids()
             except ValueError:  # rows are missing, which the doctor finds
                 sampled.experts = None
-    if is_sealed:
-        facts["seal"], facts["seal_now"] = turn.seal, seal_turn(turn)
-        facts["prompt_seal"], facts["prompt_seal_now"] = turn.prompt_seal, seal_prompt(turn)
     branching = Branching.OPENS
     if turn.parent is not None:
         branching = Branching.FORKS if turn.reason.startswith("forks") else Branching.EXTENDS
