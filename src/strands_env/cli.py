@@ -1043,8 +1043,12 @@ def one_line(error: BaseException) -> str:
 def _painted(lines: Sequence[str]) -> Iterator[str]:
     """Lines of a report: the first one bold, failed samples red."""
     for number, line in enumerate(lines):
-        is_failure = line.startswith(("dropped", "errored"))
-        yield paint(line, "bold") if number == 0 else paint(line, "red") if is_failure else line
+        if number == 0:
+            yield paint(line, "bold")
+        elif line.startswith(("dropped", "errored")):
+            yield paint(line, "red")
+        else:
+            yield line
 
 
 if __name__ == "__main__":

@@ -254,14 +254,18 @@ _FLIPS = ("flipped to success", "flipped to failure", "better", "worse", "same")
 def _flip(first: float, second: float) -> str:
     if (first > 0.5) != (second > 0.5):
         return _FLIPS[0] if second > 0.5 else _FLIPS[1]
-    return "same" if first == second else "better" if second > first else "worse"
+    if first == second:
+        return "same"
+    return "better" if second > first else "worse"
 
 
 def _state(row: Sequence[Score]) -> str:
     wins = sum(score.is_success for score in row)
     if not row:
         return "not scored"
-    return "never solved" if not wins else "always solved" if wins == len(row) else "sometimes solved"
+    if wins == 0:
+        return "never solved"
+    return "always solved" if wins == len(row) else "sometimes solved"
 
 
 def _question(row: Sequence[EvalSample]) -> str:

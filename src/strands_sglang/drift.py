@@ -112,7 +112,10 @@ def _sequence_drift(sequence: TokenManager, encoder: Encoder) -> SequenceDrift:
     differences = list(find_differences(recorded, again, encoder))
     for start, end, _, _ in differences:
         inside = next((is_response for a, b, is_response in sampled if a <= start and end <= b), None)
-        drifted["boundary" if inside is None else "sampled" if inside else "template"] += end - start
+        cause = "boundary"
+        if inside is not None:
+            cause = "sampled" if inside else "template"
+        drifted[cause] += end - start
     return SequenceDrift(len(recorded), drifted, differences[0][0] if differences else None)
 
 

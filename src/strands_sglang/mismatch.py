@@ -159,7 +159,9 @@ def masked_logprobs(
 
     scaled = logits / temperature
     chosen = scaled.gather(1, token_ids[:, None])[:, 0]
-    rows: list[Sequence[int]] = [] if mask is None else list(mask.rows() if isinstance(mask, SamplingMask) else mask)
+    rows: list[Sequence[int]] = []
+    if mask is not None:
+        rows = list(mask.rows() if isinstance(mask, SamplingMask) else mask)
     if mask is not None and len(rows) != len(token_ids):
         raise ValueError(f"{len(token_ids)} tokens came with {len(rows)} rows of a sampling mask")
     for position, (token_id, row) in enumerate(zip(token_ids.tolist(), rows, strict=False)):

@@ -203,8 +203,12 @@ def block_difference(recorded: Sequence[tuple[str, bytes]], message: Message) ->
     words = []
     for kind in dict.fromkeys(kind for kind, _ in (*recorded, *there)):
         ours, theirs = ([digest for name, digest in blocks if name == kind] for blocks in (recorded, there))
-        if ours != theirs:
-            words.append(f"no {kind}" if not theirs else f"{kind} added" if not ours else f"other {kind}")
+        if ours == theirs:
+            continue
+        if not theirs:
+            words.append(f"no {kind}")
+        else:
+            words.append(f"other {kind}" if ours else f"{kind} added")
     return ", ".join(words) or "other white space, or another order"
 
 

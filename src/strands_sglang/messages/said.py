@@ -52,10 +52,12 @@ def _parts(message: Mapping[str, Any]) -> Iterator[Said]:
             yield Said(role, "call", _json(value["input"]), str(value["name"]), str(value["toolUseId"]))
         elif kind == "toolResult":
             for part in value["content"]:
+                use_id = str(value["toolUseId"])
+                if "image" in part:
+                    yield Said("tool", "image", "", id=use_id)
+                    continue
                 text = part.get("text")
-                is_image = "image" in part
-                shown = "" if is_image else _json(part) if text is None else str(text)
-                yield Said("tool", "image" if is_image else "result", shown, id=str(value["toolUseId"]))
+                yield Said("tool", "result", _json(part) if text is None else str(text), id=use_id)
         elif kind == "image":
             yield Said(role, "image", "")
         elif kind != "cachePoint":

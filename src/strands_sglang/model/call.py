@@ -420,7 +420,9 @@ class ModelCall:
         if part.finish_type != "abort":
             self._response = None  # one list per token, which the garbage collector would walk
         if part.output_ids or part.finish_type != "length" or not self.parts:  # else no budget was left
-            before = self.parts[-1] if self.parts else self.turn.parent.generation if self.turn.parent else None
+            before = self.parts[-1] if self.parts else None
+            if before is None and self.turn.parent is not None:
+                before = self.turn.parent.generation
             sent, added = self.turn.prompt_tokens + len(so_far), len(self.turn.prompt_ids) + len(so_far)
             check_answer(part, self.config, sent, added, parent=before)
         return part

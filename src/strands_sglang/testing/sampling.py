@@ -339,6 +339,11 @@ class Sampler:
             cut = aborted or answer.finish_reason == "abort"
             finish_reason = dict(ABORTED) if cut else {"type": "length", "length": len(ids)}
         output_ids, start = ids[:end], request.logprob_start_len
+        prompt_logprobs: list[Any] = []
+        if start >= 0:
+            for position, token_id in enumerate(request.input_ids[start:], start):
+                logprob = None if position == start else _float32(self._logprob(position, token_id))
+                prompt_logprobs.append([logprob, token_id, None])
         return Sampled(
             output_ids=output_ids,
             logprobs=self._logprobs(answer, ids, len(request.input_ids))[:end]
@@ -346,12 +351,7 @@ class Sampler:
             else [],
             text=self._text(output_ids, finish_reason, request.sampling_params),
             finish_reason=finish_reason,
-            prompt_logprobs=[
-                [None if position == start else _float32(self._logprob(position, token_id)), token_id, None]
-                for position, token_id in enumerate(request.input_ids[start:], start)
-            ]
-            if start >= 0
-            else [],
+            prompt_logprobs=prompt_logprobs,
             sampling_masks=self._sampling_masks(output_ids, request)
             if request.asks_for("return_sampling_mask")
             else None,

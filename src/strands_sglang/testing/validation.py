@@ -379,6 +379,10 @@ def wrong_type(value: Any, expected: str) -> str:
             found = f"floating point `{value}`"
         case str():
             found = f"string {json.dumps(value, ensure_ascii=False)}"
+        case dict():
+            found = "map"
+        case list():
+            found = "sequence"
         case _:
-            found = "map" if isinstance(value, dict) else "sequence" if isinstance(value, list) else "null"
+            found = "null"
     return f"invalid type: {found}, expected {expected}"

@@ -150,8 +150,12 @@ def to_batch(rows: TrainingRows, version: int = 0) -> dict[str, Any] | None:
 
     def versions(row: TrainingRow) -> list[int]:
         """Return the version that sampled each trained token; -1 for the others, as in AReaL."""
-        numbers = zip(map(version_number, row.versions), row.loss_mask, strict=True)
-        return [(version if number is None else number) if mask else -1 for number, mask in numbers]
+        found = []
+        for name, mask in zip(row.versions, row.loss_mask, strict=True):
+            number = version_number(name)
+            known = version if number is None else number
+            found.append(known if mask else -1)
+        return found
 
     ends = [len(row) - row.loss_mask[::-1].index(1) for row in rows]
     columns: dict[str, tuple[Callable[[TrainingRow], list[Any]], Any, float]] = {

@@ -141,7 +141,9 @@ def generator_output(
     if any(episode.turn_rewards for episode in episodes):
         raise ValueError("SkyRL takes one reward per episode, at its end: leave out turn_rewards")
     named = [replace(episode, id=str(number)) for number, episode in enumerate(episodes)]
-    newest = None if max_staleness is None else newest_version(named) if version is None else version
+    newest = None
+    if max_staleness is not None:
+        newest = newest_version(named) if version is None else version
     rows = training_rows(named, baseline=None, max_tokens=max_tokens, max_staleness=max_staleness, version=newest)
     refuse_images(rows, "SkyRL's output")
     left_out = dict(rows.left_out)

@@ -43,7 +43,8 @@ class Blocks:
             kind = "f4"
         else:
             top = int(values.max()) if len(values) else 0
-            kind = "u1" if top < 1 << 8 else "u2" if top < 1 << 16 else "u4"
+            width = next(width for width in (1, 2, 4) if top < 1 << 8 * width)
+            kind = f"u{width}"
             values = values.astype(f"<{kind}")
         planes = values.view(np.uint8).reshape(-1, values.dtype.itemsize).T
         return {"at": self._add(zlib.compress(np.ascontiguousarray(planes).tobytes(), 6)), "type": kind}

@@ -233,4 +233,7 @@ def _latex(value: Value) -> str:
     above, below = value.number.numerator, value.number.denominator
     if value.kind != "number":
         return value.text if value.kind == "formula" else ""
-    return str(above) if below == 1 else rf"{'-' if above < 0 else ''}\frac{{{abs(above)}}}{{{below}}}"
+    if below == 1:
+        return str(above)
+    sign = "-" if above < 0 else ""
+    return rf"{sign}\frac{{{abs(above)}}}{{{below}}}"

@@ -121,7 +121,10 @@ def _experts(episode: Episode, turn: TurnRecord) -> Iterator[Facts]:
     rows = turn.facts.get("expert_rows")
     if rows is None:
         ids = len(answer.routed_experts) // 4 * 3 - answer.routed_experts[-2:].count("=")
-        rows = ids / 4 / (width or 1) if width else (needed if turn.sampled.experts is not None else 0)
+        if width:
+            rows = ids / 4 / width
+        else:
+            rows = needed if turn.sampled.experts is not None else 0
     if rows != needed or (turn.sampled.experts is not None and width != turn.sampled.experts.shape[1]):
         why = f"{needed} tokens were routed, but there are {rows:g} rows of experts"
         yield {"kind": "experts-missing", "why": why}

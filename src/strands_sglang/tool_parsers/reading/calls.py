@@ -263,7 +263,9 @@ def read_list_to_end(
 
 def name_of(calls: tuple[ToolParseResult, ...] | list[ToolParseResult]) -> str | None:
     """Return the tool that the first of some discarded calls names."""
-    return (calls[0].attempted_name if calls[0].is_error else calls[0].name) if calls else None
+    if not calls:
+        return None
+    return calls[0].attempted_name if calls[0].is_error else calls[0].name
 
 
 def is_cut(text: str, error: InvalidValueError) -> bool:
