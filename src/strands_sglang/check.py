@@ -73,6 +73,7 @@ class RoundTrip:
         sampled_tokens: Tokens of both sampled turns together.
         sequences: Sequences that they make: 1 if the second call extends the first.
         reason: Why the second call extends or forks.
+        forks_inside: Whether the second call leaves out the stop token of the first, where the template writes another.
     """
 
     base_url: str
@@ -82,11 +83,12 @@ class RoundTrip:
     sampled_tokens: int = 0
     sequences: int = 0
     reason: str = ""
+    forks_inside: bool = False
 
     @property
     def is_proven(self) -> bool:
         """Whether the tokenizer is the served one, and the second call continued the tokens of the first."""
-        continues = self.sequences == 1 or self.reason.startswith("forks inside")
+        continues = self.sequences == 1 or self.forks_inside
         return self.error is None and self.tokenizer_proven and continues
 
 
@@ -258,6 +260,7 @@ async def _ask(tokenizer: PreTrainedTokenizerBase, base_url: str, **config: Any)
             sampled_tokens=sum(len(turn.output_ids) for turn in turns),
             sequences=len(model.trajectory.sequences()),
             reason=turns[-1].reason,
+            forks_inside=turns[-1].parent_kept is not None,
         )
 
 

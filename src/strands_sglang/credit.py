@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .outcomes import OUTCOMES, RewardRule, TerminationReason
-from .trajectory.storage import write_file
+from .trajectory.storage import metadata_of, write_file
 from .trajectory.tokens import Segment, TokenManager
 from .trajectory.trajectory import Trajectory
 from .trajectory.turn import Turn
@@ -319,8 +319,7 @@ class TrainingRows(Sequence[TrainingRow]):
             raise RowsFileError(f"{path}: not a safetensors file, or truncated: {error}") from error
         except KeyError as error:  # bfloat16, which NumPy does not have
             raise RowsFileError(f"{path}: not training rows: it has tensors of type {error}") from error
-        # A safetensors file begins with the length of its header, 8 bytes little-endian, and the header in JSON.
-        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
+        metadata = metadata_of(content)
         if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
             found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
             raise RowsFileError(f"{path}: holds {found}, not {FORMAT!r}, version {VERSION}")

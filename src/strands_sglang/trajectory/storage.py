@@ -248,8 +248,7 @@ def decode_turns(content: bytes, *, changed_too: bool = False) -> tuple[list[Tur
         raise TrajectoryFileError(f"not a safetensors file, or truncated: {error}") from error
     except KeyError as error:  # bfloat16, which NumPy does not have
         raise TrajectoryFileError(f"not a trajectory: it has tensors of type {error}") from error
-    # A safetensors file begins with the length of its header, 8 bytes little-endian, and the header in JSON.
-    metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
+    metadata = metadata_of(content)
     version, checksum = metadata.get("version"), metadata.get("checksum")
     if metadata.get("format") != FORMAT or version not in _READABLE:
         found = f"{metadata.get('format')!r}, version {version!r}"
@@ -276,6 +275,14 @@ def decode_turns(content: bytes, *, changed_too: bool = False) -> tuple[list[Tur
         for token_id, length, end in zip(tensors.get("pieces.ids", ()), lengths, ends, strict=True)
     }
     return turns, recorded, pieces
+
+
+def metadata_of(content: bytes) -> dict[str, str]:
+    """Return the metadata of a safetensors file.
+
+    The file begins with the length of its header, 8 bytes little-endian, and the header in JSON.
+    """
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
 
 
 def _is_bfloat16(values: Any) -> bool:

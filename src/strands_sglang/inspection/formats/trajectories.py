@@ -47,6 +47,14 @@ def episode_of(trajectory: Trajectory, name: str, *, file: str = "") -> Episode:
     turns = trajectory.turns
     positions = {id(turn): position for position, turn in enumerate(turns)}
     episode = Episode(name, [turn_record(turn, positions) for turn in turns], [], file=file)
+    extended: set[int] = set()
+    for turn in episode.turns:
+        if turn.parent is None:
+            continue
+        is_fork = turn.kept is not None or turn.parent in extended
+        turn.branching = Branching.FORKS if is_fork else Branching.EXTENDS
+        if turn.is_answered:
+            extended.add(turn.parent)
     for turn in episode.turns:
         most = 0 if turn.parent is None else len(episode.turns[turn.parent].sampled)
         if turn.kept is not None and not 0 <= turn.kept <= most:
@@ -102,16 +110,12 @@ def turn_record(turn: Turn, positions: Mapping[int, int]) -> TurnRecord:
                 sampled.experts = answer.expert_ids()
             except ValueError:  # rows are missing, which the doctor finds
                 sampled.experts = None
-    branching = Branching.OPENS
-    if turn.parent is not None:
-        branching = Branching.FORKS if turn.reason.startswith("forks") else Branching.EXTENDS
     return TurnRecord(
         number=index(turn.index),
         prompt=prompt,
         sampled=sampled,
         parent=None if turn.parent is None else positions[id(turn.parent)],
         kept=turn.parent_kept,
-        branching=branching,
         reason=turn.reason,
         status=turn.status.value,
         note=turn.note,

@@ -270,7 +270,7 @@ def name_of(calls: tuple[ToolParseResult, ...] | list[ToolParseResult]) -> str |
 
 def is_cut(text: str, error: InvalidValueError) -> bool:
     """Return whether a value could not be read because its end is missing."""
-    return "nterminated" in str(error) or all(text.find(bracket, error.position) < 0 for bracket in "]})")
+    return error.is_open or all(text.find(bracket, error.position) < 0 for bracket in "]})")
 
 
 _SPACE = r"[ \t\n\r]*"

@@ -36,12 +36,14 @@ class InvalidValueError(PortableError, ValueError):
 
     Attributes:
         position: Position where reading the value failed, as an index into the text.
+        is_open: Whether a string is not closed.
     """
 
-    def __init__(self, message: str, position: int) -> None:
-        """Store the position with the message."""
+    def __init__(self, message: str, position: int, *, is_open: bool = False) -> None:
+        """Store the facts with the message."""
         super().__init__(message)
         self.position = position
+        self.is_open = is_open
 
 
 class DecodedJSON(NamedTuple):
@@ -68,8 +70,10 @@ def decode_json(text: str, start: int = 0) -> DecodedJSON:
         try:
             value, end, problem = _DECODER.decode(cut)
         except json.JSONDecodeError as error:
-            if whole or not (error.msg.startswith("Unterminated") or error.pos >= len(cut) - _CUT_MARGIN):
-                raise InvalidValueError(error.msg[:1].lower() + error.msg[1:], start + error.pos) from None
+            is_open = error.msg.startswith("Unterminated")  # the standard library tells it by no other means
+            if whole or not (is_open or error.pos >= len(cut) - _CUT_MARGIN):
+                message = error.msg[:1].lower() + error.msg[1:]
+                raise InvalidValueError(message, start + error.pos, is_open=is_open) from None
         except RecursionError:
             raise InvalidValueError("it is nested too deeply", start) from None
         else:
@@ -356,8 +360,9 @@ def _read_string(text: str, position: int) -> tuple[str, int]:
     quote = text[position : position + 3]
     match = _STRINGS[quote if quote in _STRINGS else quote[0]].match(text, position)
     if match is None:
-        has_line_break = quote not in _STRINGS and "\n" in text[position:]
-        raise InvalidValueError("a string must end on its line" if has_line_break else "unterminated string", position)
+        if quote not in _STRINGS and "\n" in text[position:]:
+            raise InvalidValueError("a string must end on its line", position)
+        raise InvalidValueError("unterminated string", position, is_open=True)
     body: str = match.group(1)
     if "\\" in body:
         body = _ESCAPE.sub(lambda escape: _unescape(escape, position), body)
