@@ -21,6 +21,7 @@ from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
 from .records import (
     RecordedCall,
+    RecordError,
     add_call,
     left_out_reason,
     name_in,
@@ -187,7 +188,8 @@ class _Record:
             raise ValueError(f"{name}: {len(mask)} masks for {len(prompt)} prompt and {len(output)} sampled tokens")
         if any(mask[: len(prompt)]):
             trained = next(at for at, one in enumerate(mask) if one)
-            raise ValueError(f"{name}: prompt token {trained} is trained, but the model did not sample it")
+            message = f"{name}: prompt token {trained} is trained, but the model did not sample it"
+            raise RecordError(message, "mask-not-sampled")
         ids = array("i", [*prompt, *output]).tobytes()
         parent, kept = self._parent(ids[: _BYTES * len(prompt)], metadata, name)
         known = 0 if parent is None else len(_prefix(parent, kept)) // _BYTES
@@ -223,7 +225,8 @@ class _Record:
                 return None, None
             parent, kept = self.calls.get(metadata["parent"]), metadata.get("parent_kept")
             if parent is None or not prompt.startswith(_prefix(parent, kept)):
-                raise ValueError(f"{name}: its prompt does not begin with the tokens of turn {metadata['parent']}")
+                message = f"{name}: its prompt does not begin with the tokens of turn {metadata['parent']}"
+                raise RecordError(message, "re-rendered")
             if kept is not None and not (isinstance(kept, int) and 0 <= kept <= parent.sampled):
                 raise ValueError(f"{name}: it keeps {kept!r} of the {parent.sampled} sampled tokens of {parent.name}")
             return parent, kept

@@ -19,6 +19,19 @@ from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn, TurnStatus
 
 
+class RecordError(ValueError):
+    """What a record of another library says cannot be.
+
+    Attributes:
+        kind: The doctor's kind of finding that it is.
+    """
+
+    def __init__(self, message: str, kind: str) -> None:
+        """Store the kind with the message."""
+        super().__init__(message)
+        self.kind = kind
+
+
 def left_out_reason(episode: Episode, max_tokens: int | None) -> str | None:
     """Return why an episode cannot be trained; None if it can. Its reward may come later."""
     scored = episode if episode.reward is not None else replace(episode, reward=0.0)
@@ -124,12 +137,14 @@ class RecordedCall:
             )
         lengths = (len(self.output_ids), len(self.mask), len(self.logprobs))
         if len(set(lengths)) > 1:
-            raise ValueError(f"{self.name}: {lengths[0]} sampled ids with {lengths[1]} masks and {lengths[2]} logprobs")
+            message = f"{self.name}: {lengths[0]} sampled ids with {lengths[1]} masks and {lengths[2]} logprobs"
+            raise RecordError(message, "logprobs")
         for at, (mask, logprob) in enumerate(zip(self.mask, self.logprobs, strict=True)):
             if mask not in (0, 1):
                 raise ValueError(f"{self.name}: the mask of sampled token {at} is {mask!r}, not 0 or 1")
             if mask and not math.isfinite(logprob):
-                raise ValueError(f"{self.name}: sampled token {at} is trained, but its logprob is {logprob}")
+                message = f"{self.name}: sampled token {at} is trained, but its logprob is {logprob}"
+                raise RecordError(message, "logprobs")
 
 
 def spans_in(spans: Any, count: int, name: str) -> list[VersionSpan]:

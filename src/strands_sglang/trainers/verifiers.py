@@ -19,7 +19,7 @@ from ..outcomes import TerminationReason
 from ..protocol.generation import clip_spans
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
-from .records import RecordedCall, add_call, left_out_reason, name_in, spans_in, trained_turns
+from .records import RecordedCall, RecordError, add_call, left_out_reason, name_in, spans_in, trained_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -221,7 +221,8 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
             raise ValueError(f"{name}: its mask has a value that is not 0 or 1")
         if not node.get("sampled"):
             if any(mask):
-                raise ValueError(f"{name}: token {mask.index(True)} is trained, but the model did not sample it")
+                message = f"{name}: token {mask.index(True)} is trained, but the model did not sample it"
+                raise RecordError(message, "mask-not-sampled")
             places.append(_Place(before.turn, [*before.pending, *ids]))
             continue
         if not ids:  # verifiers records calls without tokens, too
@@ -232,7 +233,8 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
         last = len(mask) - mask[::-1].index(True) if any(mask) else len(mask)
         known = iter(node.get("logprobs") or ())
         if sum(mask) != len(node.get("logprobs") or ()):
-            raise ValueError(f"{name}: {sum(mask)} trained tokens with {len(node.get('logprobs') or ())} logprobs")
+            message = f"{name}: {sum(mask)} trained tokens with {len(node.get('logprobs') or ())} logprobs"
+            raise RecordError(message, "logprobs")
         call = RecordedCall(
             name=name,
             prompt_ids=[*before.pending, *ids[:first]],

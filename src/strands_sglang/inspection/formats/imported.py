@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...credit import Episode as Imported
+from ...trainers.records import RecordError
 from ..records import Episode, Group
 from .trajectories import episode_of
 
@@ -27,28 +28,29 @@ def read_imported(path: Path) -> list[Group]:
     groups: dict[str, Group] = {}
     for where, value in _values(path):
         try:
-            kind, episodes = _imported(value)
+            library, episodes = _imported(value)
         except ImportError as error:
             raise ImportedFileError(f"{path}{where}: {error}") from error
         except ImportedFileError as error:
             raise ImportedFileError(f"{path}{where}: {error}") from error
         except ValueError as error:  # the file is of this kind, but what it says cannot be
             lost = Episode(where.strip(", ") or path.stem, [], [], file=str(path))
-            lost.problems.append((_kind(str(error)), str(error)))
+            kind = error.kind if isinstance(error, RecordError) else "structure"
+            lost.problems.append((kind, str(error)))
             groups.setdefault(where, Group(where.strip(", "), [], kind="imported", file=str(path))).episodes.append(
                 lost
             )
             continue
-        traces = [value] if kind == "openenv" or "nodes" in value else value["traces"]
+        traces = [value] if library == "openenv" or "nodes" in value else value["traces"]
         for one, trace in zip(episodes, traces, strict=True):
             name = str(one.group)
-            group = groups.setdefault(name, Group(name, [], kind=kind, file=str(path)))
+            group = groups.setdefault(name, Group(name, [], kind=library, file=str(path)))
             episode = episode_of(one.trajectory, one.id, file=str(path))
             episode.reward = one.reward
             episode.outcome = None if one.outcome is None else one.outcome.value
             for turn in episode.turns:
                 turn.reward = one.turn_rewards.get(turn.number)
-            episode.problems += _untrained(trace) if kind == "openenv" else _misplaced(trace)
+            episode.problems += _untrained(trace) if library == "openenv" else _misplaced(trace)
             group.episodes.append(episode)
     return list(groups.values())
 
@@ -107,13 +109,3 @@ def _misplaced(trace: Any) -> list[tuple[str, str]]:
         if place is not None and not (0 <= place < len(trace["nodes"]) and trace["nodes"][place].get("sampled")):
             problems.append(("structure", f"call {number} is said to have sampled node {place}, which was not sampled"))
     return problems
-
-
-def _kind(why: str) -> str:
-    """Return the kind of finding that an importer's refusal is, by its words."""
-    words = {
-        "did not sample": "mask-not-sampled",
-        "logprob": "logprobs",
-        "does not begin with the tokens": "re-rendered",
-    }
-    return next((kind for word, kind in words.items() if word in why), "structure")
