@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .client.cache import clear_clients, get_client, get_client_from_slime_args, get_tokenizer
 from .client.client import SGLangClient
 from .client.loads import ServerLoad
+from .client.shared import clear_clients, get_client, get_client_from_slime_args, get_tokenizer
 from .exceptions import (
     SGLangAbortedError,
     SGLangCancelledError,

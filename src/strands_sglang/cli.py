@@ -194,7 +194,7 @@ def check(arguments: argparse.Namespace) -> int:
     try:
         with waiting(f"loading the tokenizer of {model}"):  # imports transformers
             from .check import check_model, report_lines
-            from .client.cache import get_tokenizer
+            from .client.shared import get_tokenizer
 
             tokenizer = get_tokenizer(model, trust_remote_code=arguments.trust_remote_code)
     except (OSError, ValueError) as error:

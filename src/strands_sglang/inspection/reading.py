@@ -203,7 +203,7 @@ def _use_tokenizer(groups: list[Group], name: str) -> None:
     """
     import numpy as np
 
-    from ..client.cache import get_tokenizer
+    from ..client.shared import get_tokenizer
     from ..templates.encoder import get_encoder
 
     try:

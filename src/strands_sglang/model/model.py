@@ -40,8 +40,8 @@ from strands.types.streaming import StreamEvent
 from strands.types.tools import ToolChoice, ToolSpec
 from typing_extensions import Unpack, override
 
-from ..client.cache import get_client
 from ..client.client import SGLangClient
+from ..client.shared import get_client
 from ..exceptions import SGLangCancelledError
 from ..messages import is_tool_name, is_unknown_tool, message_digest, plain_texts, system_text
 from ..templates.chat_template import ChatTemplate, get_chat_template

@@ -29,12 +29,12 @@ from hypothesis import given, strategies as st
 
 from strands_sglang.client import balancer as servers_module
 from strands_sglang.client.balancer import Servers
-from strands_sglang.client.cache import get_client, get_client_from_slime_args, get_tokenizer
 from strands_sglang.client.cancellation import POLL_INTERVAL_S, Cancellation
 from strands_sglang.client.client import SGLangClient, normalize_base_url, slime_client_arguments
 from strands_sglang.client.loads import ServerLoad
 from strands_sglang.client.retries import MAX_DELAY_S, FailureKind, RetryPolicy, retry_after_seconds
 from strands_sglang.client.routers import worker_urls
+from strands_sglang.client.shared import get_client, get_client_from_slime_args, get_tokenizer
 from strands_sglang.exceptions import (
     SGLangCancelledError,
     SGLangConnectionError,

@@ -38,7 +38,7 @@ from strands.agent.conversation_manager import NullConversationManager
 from strands.types.content import Messages
 from typing_extensions import override
 
-from ...client.cache import get_client_from_slime_args
+from ...client.shared import get_client_from_slime_args
 from ...exceptions import SGLangAbortedError, causes
 from ...model.call import RequestPlan
 from ...model.config import check_keys
