@@ -139,6 +139,7 @@ async def check_model(
     model: str,
     *,
     server: str | None = None,
+    headers: Mapping[str, str] | None = None,
     chat_template: str | None = None,
     template_arguments: Mapping[str, Any] | None = None,
     family: str | None = None,
@@ -149,6 +150,7 @@ async def check_model(
         tokenizer: The model's tokenizer.
         model: Path or name of the model, for the report.
         server: Address of a server.
+        headers: Headers of its requests, as of `SGLangClient`.
         chat_template: Jinja text that replaces the tokenizer's template.
         template_arguments: Arguments for the chat template.
         family: Name of the model family, if the template does not show it.
@@ -180,6 +182,7 @@ async def check_model(
         else await _ask(
             tokenizer,
             server,
+            headers,
             chat_template=chat_template,
             chat_template_kwargs=dict(template_arguments or {}),
             family=family,
@@ -232,8 +235,10 @@ def _pieces(
     ]
 
 
-async def _ask(tokenizer: PreTrainedTokenizerBase, base_url: str, **config: Any) -> RoundTrip:
-    async with SGLangClient(base_url, max_retries=0) as client:
+async def _ask(
+    tokenizer: PreTrainedTokenizerBase, base_url: str, headers: Mapping[str, str] | None, **config: Any
+) -> RoundTrip:
+    async with SGLangClient(base_url, max_retries=0, headers=headers) as client:
         limit = {"max_new_tokens": _ROUND_TRIP_TOKENS}
         model = SGLangModel(tokenizer=tokenizer, client=client, sampling_params=limit, **config)
         try:

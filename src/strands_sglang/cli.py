@@ -91,6 +91,12 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--server", metavar="URL", help="compare the vocabulary with this SGLang server's, and sample a round trip"
     )
+    command.add_argument(
+        "--headers",
+        type=json_object,
+        metavar="JSON",
+        help='headers of its requests, such as \'{"Authorization": "Bearer KEY"}\'',
+    )
     command.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja file to use as the chat template")
     command.add_argument(
         "--chat-template-kwargs",
@@ -214,6 +220,7 @@ def check(arguments: argparse.Namespace) -> int:
                     tokenizer,
                     model,
                     server=arguments.server,
+                    headers=arguments.headers,
                     chat_template=template,
                     template_arguments=arguments.chat_template_kwargs,
                     family=arguments.family,

@@ -230,6 +230,14 @@ async def test_a_server_that_is_not_there_makes_the_check_fail(chatml_tokenizer)
     assert not report.is_proven
 
 
+def test_check_reaches_a_server_with_an_api_key(folder, chatml_tokenizer, capsys):
+    server = ScriptedSGLang(chatml_tokenizer, ["Hello.", "Hello again."])
+    with server.serve() as base_url:
+        headers = json.dumps({"Authorization": "Bearer key"})
+        assert cli.main(["check", folder, "--server", base_url, "--headers", headers]) == 0
+    assert {request.headers["authorization"] for request in server.requests} == {"Bearer key"}
+
+
 def test_check_exits_with_0_if_everything_is_proven(folder, capsys):
     assert cli.main(["check", folder]) == 0
     printed = capsys.readouterr().out

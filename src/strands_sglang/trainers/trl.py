@@ -59,6 +59,7 @@ class SGLangWeights:
         *,
         model_path: str | PathLike[str] | None = None,
         folder: str | PathLike[str] | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout: float = 600.0,
     ) -> None:
         """Choose the servers and the way. Nothing is sent yet.
@@ -68,6 +69,8 @@ class SGLangWeights:
             model_path: Folder with the model's configuration and tokenizer, which is copied to `folder`.
             folder: Folder that the weights are written to and that the servers read them from, on a shared disk. By
                 default weights travel in the request's body: no shared disk, but 1.3 times their size as text.
+            headers: Headers of every request, such as `{"Authorization": "Bearer ..."}` for servers that were started
+                with `--api-key`.
             timeout: Seconds for one request.
 
         Raises:
@@ -78,12 +81,13 @@ class SGLangWeights:
         self.base_urls = [base_url.rstrip("/")] if isinstance(base_url, str) else [url.rstrip("/") for url in base_url]
         self.model_path = None if model_path is None else Path(model_path)
         self.folder = None if folder is None else Path(folder)
+        self._headers = dict(headers or {})
         self._timeout = timeout
         self._http = self._connected()
         self._is_paused = False
 
     def _connected(self) -> httpx.Client:
-        return httpx.Client(timeout=self._timeout, trust_env=False)
+        return httpx.Client(headers=self._headers, timeout=self._timeout, trust_env=False)
 
     def pause(self) -> None:
         """Stop generation, and wait until the servers are idle; requests in flight return what they have sampled."""

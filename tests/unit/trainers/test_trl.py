@@ -125,6 +125,16 @@ def test_weights_of_an_adapter_are_refused_before_any_request(name, respx_mock):
     assert not respx_mock.calls
 
 
+def test_every_request_has_the_headers(respx_mock):
+    route = respx_mock.post(host="one").respond(json={"success": True})
+    weights = SGLangWeights("http://one", headers={"Authorization": "Bearer key"})
+    weights.pause()
+    weights.push(TENSORS, 1)
+    weights.resume()
+    assert route.call_count == 6
+    assert {call.request.headers["authorization"] for call in route.calls} == {"Bearer key"}
+
+
 def test_weights_are_pushed_to_idle_servers(respx_mock):
     server = respx_mock.route(host="one").respond(json={"success": True})
     weights = SGLangWeights("http://one", timeout=20)
