@@ -14,12 +14,13 @@ from itertools import groupby
 from typing import Any
 
 from ..credit import Episode, TrainingRow, training_rows, version_number
+from ..exceptions import PortableError
 from ..protocol.generation import Generation, VersionSpan, clip_spans
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn, TurnStatus
 
 
-class RecordError(ValueError):
+class RecordError(PortableError, ValueError):
     """What a record of another library says cannot be.
 
     Attributes:
