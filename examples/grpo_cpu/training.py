@@ -317,7 +317,7 @@ class Recorder(TrainerCallback):
             "sampled_tokens": mean(result.observation.metrics.get("sampled_tokens", 0) for result in results),
             "episodes": len(episodes),
             "flat_groups": sum(len(group.rows.flat_groups) for group in groups),
-            "left_out": sum(reason != "its group has no variance" for reason in reasons),
+            "left_out": sum(reason.kind != "flat_group" for reason in reasons),
             "drift": measure_drift(sequences, self.trainer.processing_class).share_affected,
             "seconds": round(seconds, 1),
             "trainer_cpu_seconds": round(cpu_seconds, 1),

@@ -275,7 +275,7 @@ class TrainingView:
             lines = (
                 wrapped(f"ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}") if ends else []
             )
-            for reason, count in Counter(rows.left_out.values()).most_common():
+            for reason, count in rows.counts.most_common():
                 lines += wrapped(f"left out: {count} x {reason}")
             self._last = (found[-1], ["", f"{found[-1].parent.name}:", *lines])
         return self._last[1]

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .outcomes import OUTCOMES, RewardRule, TerminationReason
+from .reasons import Reason, read_reason
 from .trajectory.storage import metadata_of, write_file
 from .trajectory.tokens import Segment, TokenManager
 from .trajectory.trajectory import Trajectory
@@ -41,7 +42,8 @@ LARGEST_REWARD = 1e18
 """Trainers compute in float32, which ends at 3.4e38: sums of larger rewards' squares would be infinite."""
 
 FORMAT = "strands-sglang training rows"
-VERSION = "1"
+VERSION = "2"
+READABLE = ("1", VERSION)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +181,7 @@ class TrainingRows(Sequence[TrainingRow]):
     def __init__(
         self,
         rows: Sequence[TrainingRow],
-        left_out: Mapping[str, str],
+        left_out: Mapping[str, Reason],
         flat_groups: Sequence[Hashable],
         advantages: Mapping[str, Mapping[int, float]],
         rewards: Mapping[str, float],
@@ -233,7 +235,7 @@ class TrainingRows(Sequence[TrainingRow]):
     def save(self, path: str | PathLike[str]) -> None:
         """Write the rows to a safetensors file, atomically: a full disk or a kill leaves the previous content.
 
-        Layout (format version 1), per token of all rows end to end: `token_ids` (int32), `loss_mask` (uint8),
+        Layout (format version 2), per token of all rows end to end: `token_ids` (int32), `loss_mask` (uint8),
         `logprobs` and `advantages` (float64), `versions` (int32, a position in the description's `versions`; -1 for
         None) and, if all rows have them, `trainer_logprobs` (float64). Row n holds the tokens from `row_offsets[n]` to
         `row_offsets[n + 1]` (int64, one more than rows). `loss_weights` (float64) has one value per row, if all rows
@@ -242,7 +244,7 @@ class TrainingRows(Sequence[TrainingRow]):
         `description` (uint8) is JSON: `rows` with `episode`, `group`, `prompt_length`, `episode_trained`,
         `episode_version` and `spans` (lists of turn, prompt tokens, sampled tokens, finish reason), and `left_out`,
         `flat_groups`, `rewards`, `advantages`, `settings` and `episodes` as in this class. Tuples are lists. The file's
-        metadata holds `format` and `version`.
+        metadata holds `format` and `version`. `left_out` holds sentences in version 1.
 
         Args:
             path: Path of the file.
@@ -320,14 +322,14 @@ class TrainingRows(Sequence[TrainingRow]):
         except KeyError as error:  # bfloat16, which NumPy does not have
             raise RowsFileError(f"{path}: not training rows: it has tensors of type {error}") from error
         metadata = metadata_of(content)
-        if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
+        if metadata.get("format") != FORMAT or metadata.get("version") not in READABLE:
             found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
-            raise RowsFileError(f"{path}: holds {found}, not {FORMAT!r}, version {VERSION}")
+            raise RowsFileError(f"{path}: holds {found}, not {FORMAT!r}, version {' or '.join(READABLE)}")
         try:
             description = json.loads(tensors["description"].tobytes())
             return cls(
                 _read_rows(tensors, description),
-                description["left_out"],
+                {name: read_reason(reason) for name, reason in description["left_out"].items()},
                 [_as_group(group) for group in description["flat_groups"]],
                 {
                     name: {int(turn): value for turn, value in own.items()}
@@ -349,8 +351,8 @@ class TrainingRows(Sequence[TrainingRow]):
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of episodes kept out of the update, by reason."""
-        return Counter(self.left_out.values())
+        """Number of episodes kept out of the update, by reason in words."""
+        return Counter(map(str, self.left_out.values()))
 
     def weights(
         self,
@@ -660,7 +662,7 @@ def training_rows(
     for name, count in Counter(episode.id for episode in batch).items():
         if count > 1:
             raise ValueError(f"{count} episodes have the id {name!r}; each needs its own")
-    left_out: dict[str, str] = {}
+    left_out: dict[str, Reason] = {}
     returns: dict[str, list[float]] = {}
     groups: dict[Hashable, list[Episode]] = {}
     sequences = {episode.id: episode.trajectory.branches() for episode in batch}
@@ -676,7 +678,7 @@ def training_rows(
     flat: list[Hashable] = []
     for group, members in groups.items():
         if baseline is not None and len(members) < 2:
-            left_out[members[0].id] = "the only episode of its group with a reward"
+            left_out[members[0].id] = Reason("only_scored")
             continue
         columns = [returns[member.id] for member in members]
         by_turn = [
@@ -695,7 +697,7 @@ def training_rows(
         if is_flat:
             flat.append(group)
             if skip_flat_groups:
-                left_out.update((member.id, "its group has no variance") for member in members)
+                left_out.update((member.id, Reason("flat_group")) for member in members)
     rows: list[TrainingRow] = []
     for episode in batch:
         if episode.id in left_out:
@@ -745,19 +747,19 @@ def _turns(sequences: Iterable[tuple[Turn, TokenManager]]) -> list[Turn]:
     return [known[index] for index in sorted(known)]
 
 
-def _without_reward(episode: Episode) -> str | None:
+def _without_reward(episode: Episode) -> Reason | None:
     """Return why an episode has no reward; None if it has one."""
     if episode.outcome is not None and OUTCOMES[episode.outcome].reward is RewardRule.NONE:
-        return f"the outcome {episode.outcome.value} has no reward"
+        return Reason("outcome", detail=(episode.outcome.value,))
     if episode.reward is None:
-        return "turn_rewards need a reward of the episode, which may be 0.0" if episode.turn_rewards else "no reward"
+        return Reason("only_turn_rewards" if episode.turn_rewards else "no_reward")
     if any(_number(reward) is None for reward in (episode.reward, *episode.turn_rewards.values())):
-        return "a reward is not a number"
+        return Reason("reward_not_a_number")
     rewards = _rewards(episode)
     if not all(map(math.isfinite, rewards)):
-        return "a reward is not finite"
+        return Reason("reward_not_finite")
     if sum(map(abs, rewards)) > LARGEST_REWARD:
-        return f"its rewards exceed {LARGEST_REWARD:g}"
+        return Reason("rewards_too_large", detail=(f"{LARGEST_REWARD:g}",))
     return None
 
 
@@ -835,16 +837,16 @@ def _rows(
 
 def _unfit(
     rows: Sequence[TrainingRow], max_tokens: int | None, version: int | None, max_staleness: int | None
-) -> str | None:
+) -> Reason | None:
     """Return why an episode cannot be trained; None if it can."""
     if not rows:
-        return "no trained token"
+        return Reason("no_token")
     values = [value for row in rows for value in compress(row.logprobs, row.loss_mask)]
     if not all(map(math.isfinite, values)):
-        return "a trained token has no logprob" if any(map(math.isnan, values)) else "a logprob is not finite"
+        return Reason("no_logprob" if any(map(math.isnan, values)) else "logprob_not_finite")
     longest = max(map(len, rows))
     if max_tokens is not None and longest > max_tokens:
-        return f"longer than max_tokens={max_tokens}"
+        return Reason("too_long", detail=(str(max_tokens),))
     if version is not None and max_staleness is not None:
         oldest = rows[0].episode_version
         if oldest is None:
@@ -859,7 +861,7 @@ def _unfit(
                 f"{', '.join(sorted(names))}"
             )
         if version - oldest > max_staleness:
-            return f"older than max_staleness={max_staleness}"
+            return Reason("too_old", detail=(str(max_staleness),))
     return None
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from strands_sglang import TokenManager, Trajectory
+from strands_sglang.reasons import Reason
 from strands_sglang.templates.chat_template import ChatTemplate
 from strands_sglang.trajectory import Place
 from strands_sglang.trajectory.export import sequence_of
@@ -221,15 +222,15 @@ attach, sequences, continuation = Trajectory.attach, Trajectory.sequences, ChatT
 
 
 def always_a_fresh_sequence(self, conversation, messages, caller):
-    return Place(None, messages, "opens a sequence: always")
+    return Place(None, messages, Reason("opens"))
 
 
 def always_after_the_last_turn(self, conversation, messages, caller):
     last = next((turn for turn in reversed(self.turns) if turn.answer_key is not None), None)
     if last is None:
-        return Place(None, messages, "opens the first sequence")
+        return Place(None, messages, Reason("first"))
     new = messages[len(last.asked()) + 1 :]
-    return Place(last, new, f"extends call {last.index} with {len(new)} new message(s)")
+    return Place(last, new, Reason("extends", last.index, detail=(str(len(new)),)))
 
 
 def one_turn_too_early(self, conversation, messages, caller):
@@ -237,7 +238,7 @@ def one_turn_too_early(self, conversation, messages, caller):
     if place.turn is None or place.turn.parent is None:
         return place
     parent = place.turn.parent
-    return Place(parent, messages[len(parent.asked()) + 1 :], f"extends call {parent.index} with new message(s)")
+    return Place(parent, messages[len(parent.asked()) + 1 :], Reason("extends", parent.index, detail=("",)))
 
 
 def whoever_asks(self, conversation, messages, caller):

@@ -20,6 +20,7 @@ from strands_env.core import Observation, RewardResult, StepResult
 from strands_sglang import TerminationReason
 from strands_sglang.credit import LOSSES, Episode, RowsFileError, TrainingRows, group_advantages, training_rows
 from strands_sglang.protocol.generation import Generation, VersionSpan
+from strands_sglang.reasons import Reason
 from support.agents import assistant, user
 from support.histories import PLANS, Player
 from support.recorder import Recorder
@@ -270,7 +271,7 @@ def unsampled():
 def test_what_cannot_be_trained_is_named_and_left_out(tmp_path, episode, reason, in_baseline):
     rows = training_rows([episode, *batch(0.0, 0.5)], max_tokens=30)
     rows.save(tmp_path / "rows.safetensors")
-    assert rows.left_out == {"x": reason} and rows.counts == {reason: 1}
+    assert str(rows.left_out["x"]) == reason and rows.counts == {reason: 1}
     assert [row.episode for row in rows] == ["g0", "g1"]
     assert [row.advantage for row in rows] == ([-0.5, 0.0] if in_baseline else [-0.25, 0.25])
 
@@ -280,7 +281,7 @@ def test_versions_are_per_token_and_stale_episodes_stay_out():
         Episode(versioned(*versions), i, "g", str(i)) for i, versions in enumerate([("3", "4"), ("4", "5"), ("1",)])
     ]
     rows = training_rows(episodes, version=5, max_staleness=2)
-    assert rows.left_out == {"2": "older than max_staleness=2"}
+    assert rows.left_out == {"2": Reason("too_old", detail=("2",))}
     assert [row.episode_version for row in rows] == [3, 4]
     assert rows[0].versions == [None, None, "3", "3", None, None, "4", "4"]
     with pytest.raises(ValueError, match="needs integers as weight versions, but tokens of episode a have 'main'"):
@@ -323,7 +324,7 @@ def test_batches_are_joined_episode_by_episode():
     )
     joined = TrainingRows.joined([first, second])
     assert [row.episode for row in joined] == ["a0.0", "a1.0", "b0.0", "b1.0"]
-    assert joined.left_out == {"aNone": "no reward", "bNone": "no reward"}
+    assert joined.left_out == {"aNone": Reason("no_reward"), "bNone": Reason("no_reward")}
     with pytest.raises(ValueError, match="2 batches have an episode with the id 'a[01].0'"):
         TrainingRows.joined([first, first])
 
@@ -486,6 +487,16 @@ def test_a_batch_without_rows_is_saved_too(tmp_path):
     assert loaded.settings == rows.settings and loaded.episodes == rows.episodes
 
 
+def test_a_reason_of_an_unknown_kind_is_refused(tmp_path):
+    path = tmp_path / "rows.safetensors"
+    training_rows([Episode(plain(), None, "g", "a")]).save(path)
+    path.write_bytes(path.read_bytes().replace(b'"no_reward"', b'"no_rewart"'))
+    with pytest.raises(
+        RowsFileError, match=r"rows\.safetensors: .*the reason 'no_rewart' is of a kind that this release"
+    ):
+        TrainingRows.load(path)
+
+
 @pytest.mark.parametrize("fault", ["torn", "foreign", "weights", "newer", "a trajectory", "mixed up", "no file"])
 def test_a_file_without_rows_is_named(tmp_path, fault):
     path = tmp_path / "rows.safetensors"
@@ -504,7 +515,7 @@ def test_a_file_without_rows_is_named(tmp_path, fault):
     elif fault == "weights":
         save_torch_file({"weight": torch.zeros(2, dtype=torch.bfloat16)}, path)
     elif fault == "newer":
-        path.write_bytes(content.replace(b'"version":"1"', b'"version":"9"'))
+        path.write_bytes(content.replace(b'"version":"2"', b'"version":"9"'))
     elif fault == "a trajectory":
         plain().save(path)
     elif fault == "mixed up":

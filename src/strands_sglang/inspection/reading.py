@@ -101,7 +101,6 @@ _FACTS: dict[str, type | tuple[type, ...]] = {
     "reward": _NUMBER,
     "reward_error": str,
     "error": str,
-    "left_out": str,
     "seconds": _NUMBER,
 }
 _TURN_FACTS: dict[str, type | tuple[type, ...]] = {

@@ -16,6 +16,7 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..messages.said import Said
+from ..reasons import Reason
 
 if TYPE_CHECKING:
     import numpy as np
@@ -269,7 +270,7 @@ class Episode:
     reward: float | None = None
     reward_error: str | None = None
     error: str | None = None
-    left_out: str | None = None
+    left_out: Reason | None = None
     seconds: float | None = None
     said: Sequence[Said] = ()
     messages: Sequence[Mapping[str, Any]] = ()

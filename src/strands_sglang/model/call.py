@@ -2,7 +2,7 @@
 
 A call is attached to the recorded turn that it extends, and adds what the chat template writes after that turn. If that
 text cannot be proven, or the user wants the template's own form of history, the call opens a new sequence from a full
-render, and `Place.reason` says why. Usually one request samples the answer; if the server aborts it and the call
+render, and `Place.why` says why. Usually one request samples the answer; if the server aborts it and the call
 continues, several do.
 
 Promise: however the call ends, the tokens sampled until then are recorded, and the turn is failed or cut.
@@ -59,6 +59,7 @@ from ..protocol.generation import (
     sampling_params_of_the_rest,
     stop_strings,
 )
+from ..reasons import Reason
 from ..telemetry import report_turn
 from ..templates.chat_template import ChatTemplate, Prompt, Reasoning, SampledTurn, UnprovenContinuationError
 from ..templates.image_tokens import ImageProcessor, check_prompt, require_image_understanding
@@ -547,9 +548,10 @@ class ModelCall:
                 turn, len(messages) - len(place.new_messages), has_system=self.chat.system is not None
             )
         except UnprovenContinuationError as error:
-            return Place(None, messages, f"opens a sequence: {error}"), self._opening()
+            return Place(None, messages, Reason("opens_because", detail=(error.why,))), self._opening()
         if prompt.kept is not None:
-            place = replace(place, kept=prompt.kept, reason=f"forks inside call {turn.index}: {prompt.note}")
+            why = Reason("forks_inside", turn.index, detail=() if prompt.why is None else (prompt.why,))
+            place = replace(place, kept=prompt.kept, why=why)
         return place, prompt
 
     async def count(self) -> int:
@@ -633,9 +635,7 @@ class ModelCall:
                     if follows and any(
                         self.template.rewrites_history(tool_result=tool_result, reasoning=kind) for kind in held
                     ):
-                        raise UnprovenContinuationError(
-                            f"the chat template rewrites earlier turns after a {role} message"
-                        )
+                        raise UnprovenContinuationError(Reason("policy", detail=(role,)))
             stop = turn.generation.stop_token_id if turn.generation is not None else None
             return self.template.continuation(
                 SampledTurn(turn.output_ids, stop, turn.tool_calls, turn.ends_in_reasoning),

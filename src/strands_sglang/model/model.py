@@ -44,6 +44,7 @@ from ..client.client import SGLangClient
 from ..client.shared import get_client
 from ..exceptions import SGLangCancelledError
 from ..messages import is_tool_name, is_unknown_tool, message_digest, plain_texts, system_text
+from ..reasons import Reason
 from ..templates.chat_template import ChatTemplate, get_chat_template
 from ..templates.image_tokens import ImageProcessor
 from ..tool_choice import can_force
@@ -113,15 +114,15 @@ class RecordingHooks(HookProvider):
         for call in list(agent.calls):
             is_same_invocation = call.invocation_state is event.invocation_state
             if call.is_over and (is_same_invocation or call.message is not None):
-                call.close("the agent asked again without it")
+                call.close(Reason("asked_without"))
         begin_call(agent, event.invocation_state)
 
     def _after_model_call(self, event: AfterModelCallEvent) -> None:
         call = end_call(known_agent(event.agent), event.invocation_state)
         if call is not None and event.exception is not None:
-            call.close(f"the call failed after it: {type(event.exception).__name__}")
+            call.close(Reason("failed_after", detail=(type(event.exception).__name__,)))
         elif call is not None and event.retry:
-            call.close("a hook retried the call")
+            call.close(Reason("hook_retried"))
 
     def _on_message_added(self, event: MessageAddedEvent) -> None:
         agent, message = known_agent(event.agent), event.message
@@ -143,7 +144,7 @@ class RecordingHooks(HookProvider):
     def _after_invocation(self, event: AfterInvocationEvent) -> None:
         for call in list(known_agent(event.agent).calls):
             if call.invocation_state is event.invocation_state:
-                call.close("the agent's invocation ended without it")
+                call.close(Reason("ended_without"))
 
 
 class SGLangModel(Model):

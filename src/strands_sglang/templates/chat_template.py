@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..families import Family, find_family, get_family, numbered_function
 from ..messages import ChatMessage, pictures_of
 from ..messages.content import ChatTools, ImagePart, Picture, is_plain
+from ..reasons import Reason
 from .encoder import EncodedText, Encoder, get_encoder
 from .shapes import NOW, Hole, HoleReadError, Part, can_fill, filled, with_holes
 
@@ -74,7 +75,16 @@ class ChatTemplateError(ValueError):
 
 
 class UnprovenContinuationError(Exception):
-    """What follows a sampled turn cannot be derived from the template. The message says why."""
+    """What follows a sampled turn cannot be derived from the template. The message says why.
+
+    Attributes:
+        why: The same as data.
+    """
+
+    def __init__(self, why: str | Reason) -> None:
+        """Say why, in words or as a reason of its own."""
+        self.why = Reason("unproven", detail=(why,)) if isinstance(why, str) else why
+        super().__init__(str(self.why))
 
 
 FURTHER_CALLS = "tool calls of a message after the first"
@@ -100,14 +110,14 @@ class Prompt:
         encoded: The rendered text that the ids end with, starting at the end of the previous turn, and its ids, in
             parts. The ids may begin with further tokens, or lack the first one.
         kept: Number of the sampled ids before the prompt that stay in the sequence; None for all.
-        note: Why not all of them stay.
+        why: Why not all of them stay.
         pictures: The images of the text, in order; the ids hold one placeholder for each.
     """
 
     token_ids: list[int]
     encoded: tuple[EncodedText, ...]
     kept: int | None = None
-    note: str = ""
+    why: Reason | None = None
     pictures: tuple[Picture, ...] = ()
 
     @property
@@ -576,8 +586,8 @@ class ChatTemplate:
         # A control token of the turn's own text, at which the user's `stop_token_ids` stopped, stays.
         is_odd = last == turn.stop_token_id and self.is_special(last) and stop not in after.rest
         if last is not None and (last in self.stop_ids or is_odd):
-            note = f"the model stopped with {stop!r} where the chat template writes {after.end!r}"
-            return Prompt(token_ids, encoded, len(turn.output_ids) - 1, note, pictures)
+            why = Reason("other_stop", detail=(repr(stop), repr(after.end)))
+            return Prompt(token_ids, encoded, len(turn.output_ids) - 1, why, pictures)
         # The rest of the turn as the template writes it, without the part that was sampled already.
         rest = "" if results else after.rest
         if turn.ends_in_reasoning and not results:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..credit import Episode, as_number
 from ..outcomes import TerminationReason
+from ..reasons import Reason
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
 from .records import (
@@ -206,8 +207,11 @@ class _Record:
             finish_type=metadata.get("finish_reason") or "stop",
             agent=metadata.get("agent"),
         )
-        reason = "opens a sequence" if parent is None else f"extends {parent.name}: its tokens are a prefix"
-        own = add_call(self.turns, call, None if parent is None else place_in(parent.turns, kept), reason)
+        if parent is None:
+            own = add_call(self.turns, call, None, Reason("opens"))
+        else:
+            why = Reason("continues", detail=(f"{parent.name}: its tokens are a prefix",))
+            own = add_call(self.turns, call, place_in(parent.turns, kept), why)
         for turn in own:
             turn.is_auxiliary = metadata.get("auxiliary") is True
         self.calls[entry["node_id"]] = _Call(name, ids, len(output), own)

@@ -16,6 +16,7 @@ from typing import Any
 from ..credit import Episode, TrainingRow, training_rows, version_number
 from ..exceptions import PortableError
 from ..protocol.generation import Generation, VersionSpan, clip_spans
+from ..reasons import Reason
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn, TurnStatus
 
@@ -34,10 +35,10 @@ class RecordError(PortableError, ValueError):
 
 
 def left_out_reason(episode: Episode, max_tokens: int | None) -> str | None:
-    """Return why an episode cannot be trained; None if it can. Its reward may come later."""
+    """Return why an episode cannot be trained, in words; None if it can. Its reward may come later."""
     scored = episode if episode.reward is not None else replace(episode, reward=0.0)
     rows = training_rows([scored], baseline=None, max_tokens=max_tokens)
-    return next(iter(rows.left_out.values()), None)
+    return next(map(str, rows.left_out.values()), None)
 
 
 def newest_version(episodes: Iterable[Episode]) -> int:
@@ -194,7 +195,7 @@ def name_in(value: Any, name: str, kinds: Any = str | int | float | None) -> Any
     return value
 
 
-def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | None] | None, reason: str) -> list[Turn]:
+def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | None] | None, why: Reason) -> list[Turn]:
     """Append the turns of a call.
 
     Args:
@@ -202,7 +203,7 @@ def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | Non
         call: The call.
         place: The turn that it extends, with the number of that turn's sampled ids that it keeps, None for all; None if
             it opens a sequence.
-        reason: Why it extends that turn or opens a sequence.
+        why: Why it extends that turn or opens a sequence.
 
     Returns:
         Its own turns, one for each run of equal mask.
@@ -221,7 +222,7 @@ def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | Non
         turn = Turn(
             index=len(turns),
             parent=parent,
-            reason=reason,
+            why=why,
             key=f"{call.name}:{start}".encode(),
             parts={},
             digests=(),
@@ -243,7 +244,8 @@ def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | Non
             parent.status = TurnStatus.COMMITTED
         turns.append(turn)
         own.append(turn)
-        parent, kept, prompt_ids, reason = turn, None, array("i"), f"continues {call.name} after its mask changes"
+        parent, kept, prompt_ids = turn, None, array("i")
+        why = Reason("continues", detail=(f"{call.name} where its mask changes",))
     return own
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..credit import Episode, TrainingRow, training_rows
+from ..reasons import Reason
 from .records import check_settings, newest_version, refuse_images
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ def generator_output(
     trained = Counter(groups[int(name)] for name in rows.advantages)
     for name in rows.advantages:
         if trained[groups[int(name)]] == 1 < groups.count(groups[int(name)]):
-            left_out[name] = "the only episode of its group that can be trained"
+            left_out[name] = Reason("only_trained")
     for name, reason in left_out.items():
         logger.warning("trajectory_id=<%s> | left out of training: %s", trajectory_ids[int(name)], reason)
     kept = [row for row in rows if row.episode not in left_out]

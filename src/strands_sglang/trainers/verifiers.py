@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..credit import Episode
 from ..outcomes import TerminationReason
 from ..protocol.generation import clip_spans
+from ..reasons import Reason
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
 from .records import RecordedCall, RecordError, add_call, left_out_reason, name_in, spans_in, trained_turns
@@ -248,8 +249,10 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
             agent=(info.get("agents") or {}).get(str(number)),
             discarded=number not in kept,
         )
-        reason = "opens a sequence" if before.turn is None else f"extends node {parent}"
-        own = add_call(turns, call, None if before.turn is None else (before.turn, None), reason)
+        if before.turn is None:
+            own = add_call(turns, call, None, Reason("opens"))
+        else:
+            own = add_call(turns, call, (before.turn, None), Reason("continues", detail=(f"node {parent}",)))
         places.append(_Place(own[-1], list(ids[last:])))
     return turns
 

@@ -317,7 +317,7 @@ def agent_loop_outputs(
     scored = replace(episode, reward=0.0) if by_verl else episode
     rows = training_rows([scored], baseline=None, max_staleness=max_staleness, version=newest)
     refuse_images(rows, "verl's output")
-    reason = next(iter(rows.left_out.values()), None) or _too_long(rows, prompt_length, response_length)
+    reason = next(map(str, rows.left_out.values()), None) or _too_long(rows, prompt_length, response_length)
     if reason is not None:
         logger.warning("episode=<%s> | left out of training: %s", episode.id, reason)
         return []

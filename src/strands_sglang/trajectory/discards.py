@@ -26,12 +26,13 @@ from dataclasses import dataclass
 from strands.types.content import Message, Messages
 
 from ..messages import block_difference, block_digests, message_digest
+from ..reasons import Reason
 from .turn import Turn, TurnStatus
 
 _OPEN = TurnStatus.ANSWERED
 
-UNKNOWN = "it is not known whether the agent kept this answer: no later call shows it, but model.hooks would"
-"""The note of an answer whose fate is unknown. It is trained: it was sampled, and given to the agent."""
+UNKNOWN = Reason("unknown")
+"""The fate of an answer is unknown. It is trained: it was sampled, and given to the agent."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def judge_end(turns: Sequence[Turn], messages: Messages) -> Iterator[Turn]:
         after = After(digests[known:], messages, known, TurnStatus.FINAL)
         standing = _standing_answer(attempts, after)
         if standing is not None and standing.status is TurnStatus.DISCARDED:
-            standing.status, standing.note = _OPEN, ""
+            standing.status, standing.fate = _OPEN, None
         yield from judge(attempts, [turn for turn in attempts if turn.status is _OPEN], after)
     latest = {turn.agent: turn for turn in turns if turn.answer_digest and turn.agent is not None}
     for agent in agents or (latest if len(latest) == 1 else ()):
@@ -161,8 +162,8 @@ def covered(turns: Sequence[Turn], digests: Sequence[bytes]) -> dict[int, int]:
 def settle(turn: Turn, status: TurnStatus) -> None:
     """Set the status of a turn, whose fate is now known."""
     turn.status = status
-    if turn.note == UNKNOWN:
-        turn.note = ""
+    if turn.fate == UNKNOWN:
+        turn.fate = None
 
 
 def note_if_gone(turn: Turn, digests: Sequence[bytes]) -> None:
@@ -172,8 +173,8 @@ def note_if_gone(turn: Turn, digests: Sequence[bytes]) -> None:
 
 
 def _note_unknown(turn: Turn) -> None:
-    if turn.status is _OPEN and turn.was_added is None and not turn.note:
-        turn.note = UNKNOWN
+    if turn.status is _OPEN and turn.was_added is None and turn.fate is None:
+        turn.fate = UNKNOWN
 
 
 def _is_replaced(turn: Turn, after: After, *, taken: bool) -> bool:
@@ -193,7 +194,7 @@ def _is_replaced(turn: Turn, after: After, *, taken: bool) -> bool:
         settle(turn, after.kept_status)
         if not stands and first is not None and first["role"] == "assistant":
             difference = block_difference(turn.answer_blocks, first)
-            turn.note = f"kept in another form: message {after.position} (assistant) holds {difference}"
+            turn.fate = Reason("other_form", None, after.position, (difference,))
         return False
     if turn.is_cut_short:
         if after.kept_status is TurnStatus.FINAL:
@@ -208,14 +209,15 @@ def _is_replaced(turn: Turn, after: After, *, taken: bool) -> bool:
     turn.status = TurnStatus.DISCARDED
     if not after.digests:
         ends = after.kept_status is TurnStatus.FINAL
-        turn.note = "the agent's messages end before it" if ends else "the agent asked the same again"
+        turn.fate = Reason("ended_before") if ends else Reason("asked_again")
     elif taken or first is None:
-        turn.note = "another answer was kept"
+        turn.fate = Reason("another_kept")
+    elif role == "assistant":
+        difference = block_difference(turn.answer_blocks, first)
+        turn.fate = Reason("replaced_with", None, after.position, (difference,))
+        return True
     else:
-        turn.note = f"message {after.position} ({role}) replaced it"
-        if role == "assistant":
-            turn.note += f", with {block_difference(turn.answer_blocks, first)}"
-            return True
+        turn.fate = Reason("replaced", None, after.position, (str(role),))
     return False
 
 

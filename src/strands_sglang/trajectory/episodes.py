@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 from strands.types.content import Message
 
+from ..reasons import Reason
 from .trajectory import Trajectory
 from .turn import Turn
 
@@ -94,7 +95,7 @@ class AgentCall:
     message: Message | None = None
     position: int = 0
 
-    def close(self, why_not: str) -> None:
+    def close(self, why_not: Reason) -> None:
         """Settle its answers, and drop the references that leftover contexts would keep alive.
 
         Args:

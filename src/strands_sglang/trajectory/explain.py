@@ -1,14 +1,14 @@
-"""Why a call extends a recorded turn or opens a sequence, in words: the first difference."""
+"""Why a call extends a recorded turn or opens a sequence: the first difference."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from strands.types.content import Messages
 
 from ..messages import Conversation, block_difference
+from ..reasons import Reason
 from .turn import Turn, TurnStatus
 
 _COMPARED_TURNS = 64  # recorded turns that an explanation compares; more would be slow in forests of thousands
@@ -16,7 +16,7 @@ _COMPARED_TURNS = 64  # recorded turns that an explanation compares; more would 
 
 def reason_to_extend(
     turns: Sequence[Turn], turn: Turn, known: int, conversation: Conversation, messages: Messages
-) -> str:
+) -> Reason:
     """Explain why a conversation extends a turn, and how it differs from another call that extended the turn before.
 
     Args:
@@ -30,12 +30,11 @@ def reason_to_extend(
         later = [(leaf, leaf.path(turn)) for leaf in _leaves(turns)]
         differences = [_first_difference(leaf, path, known, conversation) for leaf, path in later if path]
         if differences:
-            return f"forks after call {turn.index}: {_deepest(differences, messages)}"
-    # Other episodes have the same text.
-    return sys.intern(f"extends call {turn.index} with {len(conversation.digests) - known} new message(s)")
+            return Reason("forks", turn.index, detail=(_deepest(differences, messages),))
+    return Reason("extends", turn.index, detail=(str(len(conversation.digests) - known),))
 
 
-def reason_to_open(turns: Sequence[Turn], conversation: Conversation, messages: Messages) -> str:
+def reason_to_open(turns: Sequence[Turn], conversation: Conversation, messages: Messages) -> Reason:
     """Explain why no recorded turn is a prefix of a conversation: the first difference from the closest one.
 
     Args:
@@ -45,13 +44,13 @@ def reason_to_open(turns: Sequence[Turn], conversation: Conversation, messages: 
     """
     leaves = _leaves(turns)
     if not leaves:
-        return "opens the first sequence"
+        return Reason("first")
     differences = []
     for leaf in leaves:
         # Most conversations differ in their first message; only the others are worth walking a long path.
         path = [leaf.root] if leaf.root.digests[:1] != conversation.digests[:1] else leaf.path()
         differences.append(_first_difference(leaf, path, 0, conversation))
-    return "opens a sequence: " + _deepest(differences, messages)
+    return Reason("opens_because", detail=(_deepest(differences, messages),))
 
 
 def explain(turns: Iterable[Turn]) -> str:
@@ -93,16 +92,13 @@ class _Difference(NamedTuple):
 
     Attributes:
         depth: Number of matching parts, counting the one that differs.
-        what: What differs, in words.
-        leaf: The last turn of the recorded conversation.
-        answer: The turn whose answer differs, and the position of the message that replaces it; None if it is no
-            answer.
+        what: What differs; its `turn` is the last one of the recorded conversation.
+        answer: The turn whose answer differs; None if it is no answer.
     """
 
     depth: int
-    what: str
-    leaf: Turn
-    answer: tuple[Turn, int] | None = None
+    what: Reason
+    answer: Turn | None = None
 
 
 def _first_difference(leaf: Turn, path: Sequence[Turn], known: int, conversation: Conversation) -> _Difference:
@@ -116,25 +112,25 @@ def _first_difference(leaf: Turn, path: Sequence[Turn], known: int, conversation
     """
     for name in {**leaf.parts, **conversation.parts}:
         if conversation.parts.get(name) != leaf.parts.get(name):
-            return _Difference(0, f"the {name} changed", leaf)
+            return _Difference(0, Reason("part_changed", leaf.index, detail=(name,)))
     i = known
     for turn in path:
         for recorded, role in (*zip(turn.digests, turn.roles, strict=True), (turn.answer_digest, "assistant")):
             if i == len(conversation.digests):
-                return _Difference(i + 1, f"it stops after message {i - 1}, before the recorded answer", leaf)
+                return _Difference(i + 1, Reason("stops", leaf.index, i - 1))
             if recorded != conversation.digests[i]:
-                what = f"message {i} ({conversation.roles[i]}) is not the recorded one ({role})"
+                what = Reason("message_changed", leaf.index, i, (conversation.roles[i], role))
                 is_answer = recorded == turn.answer_digest and conversation.roles[i] == role
-                return _Difference(i + 1, what, leaf, (turn, i) if is_answer else None)
+                return _Difference(i + 1, what, turn if is_answer else None)
             i += 1
-    return _Difference(i + 1, f"it continues after message {i - 1}", leaf)
+    return _Difference(i + 1, Reason("goes_on", leaf.index, i - 1))
 
 
-def _deepest(differences: Sequence[_Difference], messages: Messages) -> str:
-    """Describe the difference from the recorded conversation that matches the furthest, the latest of several."""
+def _deepest(differences: Sequence[_Difference], messages: Messages) -> Reason:
+    """Return the difference from the recorded conversation that matches the furthest, the latest of several."""
     chosen = max(reversed(differences), key=lambda difference: difference.depth)
-    what = chosen.what
-    if chosen.answer is not None:
-        turn, position = chosen.answer
-        what += f": {block_difference(turn.answer_blocks, messages[position])}"
-    return f"{what} (compared with call {chosen.leaf.index})"
+    _, leaf, position, _ = what = chosen.what
+    if chosen.answer is None or position is None:
+        return what
+    difference = block_difference(chosen.answer.answer_blocks, messages[position])
+    return Reason("answer_changed", leaf, position, (difference,))

@@ -1,6 +1,6 @@
 """Trajectories as files: one safetensors file, bit-equal when read back, readable without this library.
 
-Layout (format version 3). Tensors hold the concatenated tokens of all turns: `prompt_ids` and `output_ids` (int32),
+Layout (format version 4). Tensors hold the concatenated tokens of all turns: `prompt_ids` and `output_ids` (int32),
 `logprobs` (float64, of the sampled tokens) and `prompt_logprobs` (float64, of the turns that recorded them).
 `routed_experts.<n>` (int32, rows x columns) belongs to turn n, if recorded. For turns with sampling masks,
 `sampling_mask.ids` holds the ids of all rows and `sampling_mask.lengths` the row lengths (int32), and
@@ -12,15 +12,15 @@ processor's tensors; bfloat16 is stored as int16 and listed under `bfloat16` in 
 
 `trajectory` (uint8) is JSON. Its `turns` are in the order of their calls: `parent` is a position in that list, and
 `prompt_tokens` and `sampled_tokens` count the turn's entries in the tensors. `said` and `answered` are the conversation
-as people read it, and `text` of the `answer` is the text of the sampled ids. Other keys hold what else the trajectory
-knows: `agents` and `helpers` that have asked, `result_notices`, `call_ids` and `tool_parse_errors` of tool calls, and
-the `end` of the episode. Digests are hexadecimal. The file's metadata holds `format`, `version`, and the `checksum` of
-all tensors. A file that does not have its checksum is refused, except by the doctor and the viewer, which show what is
-there.
+as people read it, and `text` of the `answer` is the text of the sampled ids. `reason` and `note` are lists: a kind of
+`reasons.SENTENCES`, turn, position and details. Other keys hold what else the trajectory knows: `agents` and `helpers`
+that have asked, `result_notices`, `call_ids` and `tool_parse_errors` of tool calls, and the `end` of the episode.
+Digests are hexadecimal. The file's metadata holds `format`, `version`, and the `checksum` of all tensors. A file that
+does not have its checksum is refused, except by the doctor and the viewer, which show what is there.
 
-Earlier versions are read, too. Files of version 3 may also have seals, which are not read. Version 2 may lack pieces,
-texts, `end` and the checksum, which covers no types and shapes there. Version 1 also has `trajectory` in the metadata,
-which safetensors limits to 100 MB.
+Earlier versions are read, too. Before version 4, reasons are sentences, and there may be seals, which are not read.
+Version 2 may lack pieces, texts, `end` and the checksum, which covers no types and shapes there. Version 1 also has
+`trajectory` in the metadata, which safetensors limits to 100 MB.
 """
 
 from __future__ import annotations
@@ -44,19 +44,21 @@ from typing import Any, get_args, get_origin, get_type_hints
 from ..messages.content import Picture
 from ..messages.said import Said
 from ..protocol.generation import Generation, SamplingMask, VersionSpan, to_json
+from ..reasons import read_reason
 from ..templates.encoder import Encoder
 from ..templates.image_tokens import ImageInputs
 from .turn import RecordedError, Turn, TurnStatus
 
 FORMAT = "strands-sglang trajectory"
-VERSION = "3"
-_READABLE = ("1", "2", VERSION)
+VERSION = "4"
+_UNTYPED = ("1", "2")
+_READABLE = (*_UNTYPED, "3", VERSION)
 _METADATA = {"format", "version", "checksum", "trajectory"}
 
 _TURN_FIELDS: tuple[str, ...] = (
-    *("index", "reason", "reasoning_open", "constrained", "agent", "cycle", "is_auxiliary", "clamped", "parent_kept"),
+    *("index", "reasoning_open", "constrained", "agent", "cycle", "is_auxiliary", "clamped", "parent_kept"),
     *("ends_in_reasoning", "has_reasoning", "sampling_params", "request_fields", "tool_calls"),
-    *("roles", "note", "was_added", "said", "answered"),
+    *("roles", "was_added", "said", "answered"),
 )
 _GENERATION_FIELDS: tuple[str, ...] = (
     *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),
@@ -172,6 +174,8 @@ def _describe_turn(turn: Turn, parent: int | None, encoder: Encoder | None) -> d
     described: dict[str, Any] = {
         **{name: getattr(turn, name) for name in _TURN_FIELDS},
         "parent": parent,
+        "reason": turn.why,
+        "note": turn.fate,
         "status": turn.status.value,
         "key": turn.key.hex(),
         "parts": {name: digest.hex() for name, digest in turn.parts.items()},
@@ -222,7 +226,7 @@ def _checksum(tensors: Mapping[str, Any], version: str = VERSION) -> str:
     crc = 0
     for name in sorted(tensors):
         values = tensors[name]
-        head = f"{name} {values.dtype.str} {values.shape}" if version == VERSION else name
+        head = f"{name} {values.dtype.str} {values.shape}" if version not in _UNTYPED else name
         crc = zlib.crc32(values.tobytes(), zlib.crc32(head.encode(), crc))
     return f"{crc:08x}"
 
@@ -253,7 +257,7 @@ def decode_turns(content: bytes, *, changed_too: bool = False) -> tuple[list[Tur
     if metadata.get("format") != FORMAT or version not in _READABLE:
         found = f"{metadata.get('format')!r}, version {version!r}"
         raise TrajectoryFileError(f"holds {found}, not {FORMAT!r}, version {' or '.join(_READABLE)}")
-    is_unchecked = checksum is None and version != VERSION and _METADATA.issuperset(metadata)
+    is_unchecked = checksum is None and version in _UNTYPED and _METADATA.issuperset(metadata)
     is_changed = not is_unchecked and checksum != _checksum(tensors, version)
     if is_changed and not changed_too:
         raise TrajectoryFileError(
@@ -437,6 +441,8 @@ class _Reader:
             roles=tuple(described["roles"]),
             tool_calls=tuple(described["tool_calls"]),
             parent=None if parent is None else turns[parent],
+            why=read_reason(described["reason"]),
+            fate=read_reason(described["note"]) if described["note"] else None,
             key=bytes.fromhex(described["key"]),
             parts={name: bytes.fromhex(digest) for name, digest in described["parts"].items()},
             digests=tuple(bytes.fromhex(digest) for digest in described["digests"]),

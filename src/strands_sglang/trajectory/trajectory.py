@@ -33,6 +33,7 @@ from ..messages import Conversation, block_digests, chain_of, fingerprint, messa
 from ..messages.said import said_in
 from ..outcomes import TerminationReason
 from ..protocol.generation import Generation
+from ..reasons import Reason
 from ..templates.encoder import Encoder
 from ..templates.image_tokens import ImageInputs
 from .discards import After, judge, judge_end, note_if_gone, settle
@@ -55,13 +56,13 @@ class Place:
     Attributes:
         turn: The turn that the call extends; None if it opens a sequence.
         new_messages: The messages since that turn's answer.
-        reason: Why it belongs there, in words.
+        why: Why it belongs there.
         kept: Number of that turn's sampled ids that precede the call's prompt; None for all.
     """
 
     turn: Turn | None
     new_messages: Messages
-    reason: str
+    why: Reason
     kept: int | None = None
 
 
@@ -216,7 +217,7 @@ class Trajectory:
             retried = self._retried(conversation.key, caller.agent)
             if retried is not None and retried.waits_to_go_on:
                 known = len(messages) - len(retried.digests)
-                return Place(retried.parent, messages[known:], retried.reason)
+                return Place(retried.parent, messages[known:], retried.why)
             found = self.recorded(conversation, agent=caller.agent)
             if found is not None:
                 turn, known = found
@@ -277,7 +278,7 @@ class Trajectory:
             turn = Turn(
                 index=self._calls,
                 parent=place.turn,
-                reason=place.reason,
+                why=place.why,
                 key=conversation.key,
                 parts=conversation.parts,
                 digests=conversation.digests[known:],
@@ -480,17 +481,17 @@ class Trajectory:
             after = After((message_digest(message),), [message], position, TurnStatus.ANSWERED)
             self._warn_of_rewriting(judge(undecided, undecided, after))
 
-    def throw_away(self, turns: Iterable[Turn], why: str) -> None:
+    def throw_away(self, turns: Iterable[Turn], why: Reason) -> None:
         """Record that no answer to a model call entered the agent's history.
 
         Args:
             turns: The turns with the answers.
-            why: Reason in words, for `Turn.note`.
+            why: Why not, for `Turn.fate`.
         """
         with self._lock:
             for turn in turns:
                 if turn.status is TurnStatus.ANSWERED:
-                    turn.status, turn.note = TurnStatus.DISCARDED, why
+                    turn.status, turn.fate = TurnStatus.DISCARDED, why
 
     def settle(self, messages: Messages) -> None:
         """Settle which answers an agent kept, from the messages that it ended with.

@@ -12,6 +12,7 @@ from ..messages import ChatTools
 from ..messages.said import Said
 from ..protocol.generation import Generation
 from ..protocol.wire import EncodedIds
+from ..reasons import Reason
 from ..templates.image_tokens import ImageInputs
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Turn:
     Attributes:
         index: Position in the order of the calls.
         parent: The turn that it extends; None if it opens a sequence.
-        reason: Why it extends that turn, forks or opens a sequence, in words.
+        why: Why it extends that turn, forks or opens a sequence.
         key: Digest of the conversation that was asked.
         parts: Digests of what precedes the messages (system prompt, tools, template), by name.
         digests: Digests of the messages since the parent's answer, shape `(M,)`.
@@ -78,8 +79,7 @@ class Turn:
         answer_digest: Digest of the answer as the agent hands it back; None until it arrives.
         answer_blocks: Kind and digest of each content block of the answer.
         was_added: Whether the answer, perhaps edited, entered the agent's history; None without `model.hooks`.
-        note: Why the answer was discarded, in which other form the agent kept it, or that neither is known. Often
-            empty.
+        fate: Why the answer was discarded, in which other form the agent kept it, or that neither is known; often None.
         prompt_logprobs: Logprobs of `prompt_ids`, shape `(P,)`; None if they were not requested.
         resumes: What an earlier attempt at this call sampled, if the call continues from it.
         said: What the prompt added to the conversation, as people read it.
@@ -92,7 +92,7 @@ class Turn:
 
     index: int
     parent: Turn | None
-    reason: str
+    why: Reason
     key: bytes
     parts: Mapping[str, bytes]
     digests: tuple[bytes, ...]
@@ -118,7 +118,7 @@ class Turn:
     answer_digest: bytes | None = None
     answer_blocks: tuple[tuple[str, bytes], ...] = ()
     was_added: bool | None = None
-    note: str = ""
+    fate: Reason | None = None
     prompt_logprobs: array[float] | None = None
     resumes: Generation | None = None
     said: tuple[Said, ...] = ()
@@ -190,6 +190,16 @@ class Turn:
     def is_cut_short(self) -> bool:
         """Whether `max_new_tokens` or the end of the context cut the answer off."""
         return self.generation is not None and self.generation.finish_type == "length"
+
+    @property
+    def reason(self) -> str:
+        """Why it extends its parent, forks or opens a sequence, in words."""
+        return str(self.why)
+
+    @property
+    def note(self) -> str:
+        """Its `fate` in words; often empty."""
+        return "" if self.fate is None else str(self.fate)
 
     @property
     def failure(self) -> str | None:

@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,11 +20,16 @@ from strands_sglang.cli import main
 from strands_sglang.inspection.doctor import KINDS, findings
 from strands_sglang.inspection.reading import UnreadableError, read
 from strands_sglang.inspection.show import COLORS, episode_lines
+from strands_sglang.reasons import Reason
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang
 from strands_sglang.viewer import render
 from support import specimens
 from support.agents import make_agent
 from support.histories import PLANS, Player
+
+
+OLD_STEP = Path(__file__).parents[2] / "fixtures" / "0.5.0-sealed" / "step-000003"
+"""Its reasons are sentences."""
 
 
 def record(tokenizer, number, answers=3):
@@ -463,6 +469,14 @@ def test_a_healthy_step_has_no_finding(healthy):
     assert findings(read([healthy])) == []
 
 
+def test_a_step_of_an_earlier_release_has_no_finding():
+    (group, other) = read([OLD_STEP])
+    assert findings([group, other]) == []
+    assert {str(one.left_out) for one in (*group.episodes, *other.episodes) if one.left_out} == {
+        "the outcome aborted has no reward"
+    }
+
+
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__.removeprefix("plant_"))
 def test_a_planted_fault_is_found(healthy, tmp_path, plant):
     for number in range(10):
@@ -536,7 +550,7 @@ def test_nothing_of_an_episode_is_interpreted_by_a_terminal(chatml_tokenizer, tm
     agent = make_agent(model, callback_handler=None)
     agent(" ".join(HOSTILE))
     agent("again")
-    model.trajectory.turns[0].note = HOSTILE[1]
+    model.trajectory.turns[0].fate = Reason("in_words", detail=(HOSTILE[1],))
     path = tmp_path / "a\x1b[31m.safetensors"
     model.trajectory.save(path)
     content = path.read_bytes()
@@ -724,7 +738,6 @@ def test_no_damage_to_a_file_is_an_exception(healthy, tmp_path):
     [
         ("parent_kept", 2**31),
         ("constrained", math.nan),
-        ("note", [[]]),
         ("latency_s", []),
         ("weight_versions", [["3", 0.5, 2**40]]),
     ],

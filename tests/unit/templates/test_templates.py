@@ -128,7 +128,7 @@ def test_another_stop_token_is_the_only_token_dropped(template):
     ended = template.continuation(SampledTurn([5, end_of(template)], end_of(template)), new, None)
     odd = template.continuation(SampledTurn([5, other], other), new, None)
     assert (odd.kept, odd.token_ids) == (1, [end_of(template), *ended.token_ids])
-    assert odd.note == "the model stopped with '<|endoftext|>' where the chat template writes '<|im_end|>'"
+    assert str(odd.why) == "the model stopped with '<|endoftext|>' where the chat template writes '<|im_end|>'"
     assert ended.kept is None
 
 

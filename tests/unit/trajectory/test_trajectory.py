@@ -59,6 +59,7 @@ from strands_sglang.messages import fingerprint
 from strands_sglang.messages.content import Picture
 from strands_sglang.protocol.generation import Generation, SamplingMask, VersionSpan, to_json
 from strands_sglang.protocol.wire import EncodedIds
+from strands_sglang.reasons import Reason
 from strands_sglang.templates.image_tokens import ImageInputs
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.tool_parsers import HermesToolParser
@@ -1566,7 +1567,7 @@ async def test_a_long_episode_crosses_in_a_size_linear_in_its_tokens(rollout, cr
 
 
 def test_a_turn_without_a_trajectory_cannot_be_pickled(rollout, cross):
-    turn = strands_sglang.Turn(0, None, "alone", b"", {}, (), (), [])
+    turn = strands_sglang.Turn(0, None, Reason("first"), b"", {}, (), (), [])
     with pytest.raises(TypeError, match="belongs to no trajectory"):
         cross(turn)
 

@@ -387,14 +387,13 @@ def _left_out(group: Group) -> Iterator[Facts]:
         if reason is None or not episode.facts.get("in_batch"):
             continue
         holds = {
-            "no reward": episode.reward is None,
-            "the only episode of its group with a reward": len(scored) < 2,
-            "its group has no variance": bool(list(_flat(group))),
-            "no trained token": not any(one.mask.any() for one in episode.facts.get("derived", ())),
+            "no_reward": episode.reward is None,
+            "only_scored": len(scored) < 2,
+            "flat_group": bool(list(_flat(group))),
+            "no_token": not any(one.mask.any() for one in episode.facts.get("derived", ())),
+            "outcome": _has_no_reward(episode),
         }
-        if reason.startswith("the outcome "):
-            holds[reason] = _has_no_reward(episode)
-        if not holds.get(reason, True) and not episode.facts.get("has_no_trajectory"):
+        if not holds.get(reason.kind, True) and not episode.facts.get("has_no_trajectory"):
             yield {"kind": "left-out", "why": f"it is left out for a wrong reason ({reason})", "episode": episode.id}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...messages import chain_of, next_link
+from ...reasons import Reason
 from ...terminal import counted
 from ..records import Episode, Group, TurnRecord
 from ..texts import joined
@@ -231,7 +232,7 @@ def _place(turn: TurnRecord, recorded: Any, answers: Mapping[bytes, TurnRecord])
             own = [other for key, other in answers.items() if _linked(key, recorded.digests) == recorded.key]
             told = f"its conversation continues call {own[0].number}" if own else "its conversation is another"
             yield {"kind": "re-rendered", "why": f"it opens a sequence, but {told}"}
-        elif extended is not None and "rewrites earlier turns" not in turn.reason:  # by `history_policy`
+        elif extended is not None and not any(part.kind == "policy" for part in _because(recorded.why)):
             why = f"it continues the conversation of call {extended.number}, but was rendered again: {turn.reason}"
             yield {"kind": "re-rendered", "why": why}
     elif parent.answer_key is not None and _linked(parent.answer_key, recorded.digests) != recorded.key:
@@ -241,6 +242,10 @@ def _place(turn: TurnRecord, recorded: Any, answers: Mapping[bytes, TurnRecord])
         }
     if recorded.answer_digest is not None and next_link(recorded.key, recorded.answer_digest) != recorded.answer_key:
         yield {"kind": "changed", "why": "the digest of its answer is not the one that later calls look for"}
+
+
+def _because(why: Reason) -> list[Reason]:
+    return [part for part in why.detail if isinstance(part, Reason)]
 
 
 def _linked(key: bytes, digests: Sequence[bytes]) -> bytes:
@@ -280,17 +285,17 @@ _INFRASTRUCTURE = tuple(
 )
 
 
-_THROWN_AWAY = ("another answer was kept", "the agent asked the same again", "the agent's messages end before it")
-"""Notes of discarded answers."""
+_THROWN_AWAY = ("another_kept", "asked_again", "ended_before")
+"""Fates of discarded answers."""
 
 
 def _status(episode: Episode, turn: TurnRecord) -> Iterator[Facts]:
     """Compare the status of a turn with its note, its error and its end; records of other libraries have none."""
     if turn.status not in ("answered", "committed", "final"):
         return
-    if turn.note in _THROWN_AWAY:
-        yield {"kind": "mask-off-policy", "why": f"its answer counts as kept, but its note says: {turn.note}"}
     recorded = turn.facts.get("turn")
+    if recorded is not None and recorded.fate is not None and recorded.fate.kind in _THROWN_AWAY:
+        yield {"kind": "mask-off-policy", "why": f"its answer counts as kept, but its note says: {turn.note}"}
     if (turn.finish == "abort" or turn.failure is not None) and recorded is not None and recorded.digests:
         why = f"its answer counts as complete, but its request was aborted or failed: {turn.failure or 'abort'}"
         yield {"kind": "cut-complete", "why": why}

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ...credit import FORMAT, VERSION, RowsFileError
+from ...credit import FORMAT, READABLE, RowsFileError
+from ...reasons import read_reason
 from ..records import Episode, Group, SequenceRecord, Span, Step, Tokens, TurnRecord, Writer
 from .trajectories import episode_of, load_trajectory
 
@@ -45,9 +46,9 @@ def read_rows(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
+            if metadata.get("format") != FORMAT or metadata.get("version") not in READABLE:
                 found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
-                raise RowsFileError(f"{path}: holds {found}, not {FORMAT!r}, version {VERSION}")
+                raise RowsFileError(f"{path}: holds {found}, not {FORMAT!r}, version {' or '.join(READABLE)}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         description = json.loads(tensors.pop("description").tobytes())
         total, offsets = len(tensors["token_ids"]), tensors["row_offsets"].tolist()
@@ -100,7 +101,8 @@ def _groups(folder: Path, tensors: Mapping[str, Any], description: Mapping[str, 
                 told = f"row {number} is of group {description['rows'][number]['group']}, and its episode of {group}"
                 episode.problems.append(("group", told))
         episode.facts["derived"] = list(episode.sequences)
-        episode.left_out = description["left_out"].get(name)
+        reason = description["left_out"].get(name)
+        episode.left_out = None if reason is None else read_reason(reason)
         if name in known:
             episode.reward = own["reward"]
             episode.outcome = own["outcome"] or episode.outcome

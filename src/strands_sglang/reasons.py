@@ -1,0 +1,103 @@
+"""Why something was recorded as it was: data in the record, a sentence where a person reads it.
+
+A `Reason` says why a call extends, forks or opens a sequence, what became of an answer, or why an episode is not
+trained. Code decides by its kind, and files hold it as a list of its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_COMPARED = " (compared with call {turn})"
+
+SENTENCES: Mapping[str, str] = {
+    # where a call attaches
+    "first": "opens the first sequence",
+    "opens": "opens a sequence",
+    "opens_because": "opens a sequence: {0}",
+    "extends": "extends call {turn} with {0} new message(s)",
+    "continues": "extends {0}",
+    "forks": "forks after call {turn}: {0}",
+    "forks_inside": "forks inside call {turn}: {0}",
+    # how its conversation differs from the recorded one
+    "part_changed": "the {0} changed" + _COMPARED,
+    "message_changed": "message {position} ({0}) is not the recorded one ({1})" + _COMPARED,
+    "answer_changed": "message {position} (assistant) is not the recorded one (assistant): {0}" + _COMPARED,
+    "stops": "it stops after message {position}, before the recorded answer" + _COMPARED,
+    "goes_on": "it continues after message {position}" + _COMPARED,
+    # why a continuation is not rendered behind the recorded tokens
+    "unproven": "{0}",
+    "policy": "the chat template rewrites earlier turns after a {0} message",
+    "other_stop": "the model stopped with {0} where the chat template writes {1}",
+    # what became of an answer
+    "unknown": "it is not known whether the agent kept this answer: no later call shows it, but model.hooks would",
+    "other_form": "kept in another form: message {position} (assistant) holds {0}",
+    "ended_before": "the agent's messages end before it",
+    "asked_again": "the agent asked the same again",
+    "another_kept": "another answer was kept",
+    "hook_retried": "a hook retried the call",
+    "asked_without": "the agent asked again without it",
+    "failed_after": "the call failed after it: {0}",
+    "ended_without": "the agent's invocation ended without it",
+    "replaced": "message {position} ({0}) replaced it",
+    "replaced_with": "message {position} (assistant) replaced it, with {0}",
+    # why an episode is not trained
+    "outcome": "the outcome {0} has no reward",
+    "only_turn_rewards": "turn_rewards need a reward of the episode, which may be 0.0",
+    "no_reward": "no reward",
+    "reward_not_a_number": "a reward is not a number",
+    "reward_not_finite": "a reward is not finite",
+    "rewards_too_large": "its rewards exceed {0}",
+    "only_scored": "the only episode of its group with a reward",
+    "only_trained": "the only episode of its group that can be trained",
+    "flat_group": "its group has no variance",
+    "no_token": "no trained token",
+    "no_logprob": "a trained token has no logprob",
+    "logprob_not_finite": "a logprob is not finite",
+    "too_long": "longer than max_tokens={0}",
+    "too_old": "older than max_staleness={0}",
+    # by an earlier release, or by another library
+    "in_words": "{0}",
+}
+"""The kinds of reasons, and the sentence of each."""
+
+_KINDS = {sentence: kind for kind, sentence in SENTENCES.items() if "{" not in sentence}
+
+
+class Reason(NamedTuple):
+    """A reason; `str()` returns the sentence.
+
+    Attributes:
+        kind: A key of `SENTENCES`.
+        turn: Number of the other call that it is about; None without one.
+        position: Position of the message that it is about; None without one.
+        detail: What the sentence names besides: words, or further reasons.
+    """
+
+    kind: str
+    turn: int | None = None
+    position: int | None = None
+    detail: tuple[str | Reason, ...] = ()
+
+    def __str__(self) -> str:
+        """The reason as a sentence."""
+        return SENTENCES[self.kind].format(*self.detail, turn=self.turn, position=self.position)
+
+
+def read_reason(value: Any) -> Reason:
+    """Return a reason from its form in a file; earlier releases wrote the sentence.
+
+    Raises:
+        ValueError: It is none, or of a kind that this release does not know.
+    """
+    if isinstance(value, str):
+        kind = _KINDS.get(value)
+        return Reason("in_words", detail=(value,)) if kind is None else Reason(kind)
+    kind, turn, position, detail = value
+    if kind not in SENTENCES:
+        raise ValueError(f"the reason {kind!r} is of a kind that this release does not know")
+    parts = tuple(part if isinstance(part, str) else read_reason(part) for part in detail)
+    reason = Reason(kind, turn, position, parts)
+    str(reason)
+    return reason
