@@ -7,22 +7,21 @@ import itertools
 import re
 import struct
 import zlib
+from array import array
+from dataclasses import replace
 
 import numpy as np
 
-from strands_sglang.inspection.records import (
-    Branching,
-    Episode,
-    Finding,
-    Group,
-    Image,
-    Said,
-    SequenceRecord,
-    Span,
-    Tokens,
-    TurnRecord,
-    Writer,
-)
+from strands_sglang.credit import training_rows
+from strands_sglang.inspection.formats.trajectories import inspect
+from strands_sglang.inspection.records import Finding, Group
+from strands_sglang.messages.content import Picture
+from strands_sglang.messages.said import Said
+from strands_sglang.protocol.generation import Generation, VersionSpan
+from strands_sglang.reasons import Reason
+from strands_sglang.templates.image_tokens import ImageInputs
+from strands_sglang.trajectory.trajectory import EpisodeEnd, Trajectory
+from strands_sglang.trajectory.turn import RecordedError, Turn, TurnStatus
 
 SYSTEM = "You are a careful assistant. Use the calculator for every product, and answer in one sentence."
 TOOLS = '{"name": "calculator", "description": "Evaluates an expression.", "parameters": {"expression": "string"}}'
@@ -54,72 +53,69 @@ class Author:
         self.random = np.random.default_rng(seed)
         self.turns = []
 
-    def prompt(self, *parts):
-        """Tokens of a prompt from `(writer, text)`."""
-        ids, writers = [], []
-        for writer, text in parts:
-            own = self.vocabulary.encode(text)
-            ids += own
-            writers += [writer] * len(own)
-        return Tokens(np.array(ids, np.int32), writers=np.array(writers, np.uint8))
-
-    def sampled(self, text, versions=(("12", 1.0),)):
-        """Tokens of an answer, with which share of it each version sampled."""
-        ids = np.array(self.vocabulary.encode(text), np.int32)
-        spread = self.random.gamma(0.35, 1.0, len(ids))
+    def turn(
+        self,
+        prompt,
+        text,
+        said,
+        *,
+        parent=None,
+        versions=(("12", 1.0),),
+        finish="stop",
+        status="committed",
+        failure=None,
+        images=(),
+        **facts,
+    ):
+        """Add a turn and return it; `versions` are which share of the answer each version sampled."""
+        ids = self.vocabulary.encode(text)
         spans, at = [], 0
         for version, share in versions:
             stop = len(ids) if share == 1.0 else round(len(ids) * share)
-            spans.append(Span(version, at, stop))
+            spans.append(VersionSpan(version, at, stop))
             at = stop
-        return Tokens(
-            ids,
-            logprobs=-spread,
-            writers=np.full(len(ids), Writer.MODEL, np.uint8),
-            versions=tuple(spans),
-            entropy=np.minimum(5.0, spread * self.random.uniform(0.6, 1.6, len(ids))),
+        facts.setdefault("why", Reason("opens") if parent is None else Reason("extends", parent.index, None, ("1",)))
+        turn = Turn(
+            index=len(self.turns),
+            parent=parent,
+            key=b"",
+            parts={},
+            digests=(),
+            roles=(),
+            prompt_ids=array("i", self.vocabulary.encode(prompt)),
+            status=TurnStatus(status),
+            said=tuple(part for part in said if part.role != "assistant"),
+            answered=tuple(part for part in said if part.role == "assistant"),
+            cause=None if failure is None else RecordedError(failure),
+            images=ImageInputs(tuple(images), array("i"), {}) if images else None,
+            **facts,
         )
-
-    def turn(self, prompt, text, said, *, parent=None, versions=(("12", 1.0),), **facts):
-        """Add a turn and return its position."""
-        sampled = self.sampled(text, versions) if text else Tokens(np.zeros(0, np.int32))
-        before = sum(len(turn.prompt) + len(turn.sampled) for turn in self.turns)
-        facts.setdefault("status", "committed")
-        facts.setdefault("branching", Branching.OPENS if parent is None else Branching.EXTENDS)
-        facts.setdefault("finish", "stop" if text else None)
-        self.turns.append(
-            TurnRecord(
-                len(self.turns),
-                prompt,
-                sampled,
-                parent=parent,
-                prompt_tokens=before + len(prompt),
-                cached_tokens=max(0, before - 3),
-                seconds=round(0.4 + len(sampled) * 0.021, 3),
-                said=[part for part in said if part.role != "assistant"],
-                answered=[part for part in said if part.role == "assistant"],
-                **facts,
-            )
+        turn.generation = Generation(
+            output_ids=array("i", ids),
+            logprobs=array("d", -self.random.gamma(0.35, 1.0, len(ids))),
+            finish_type=finish,
+            weight_versions=tuple(spans),
+            prompt_tokens=turn.prompt_tokens,
+            cached_tokens=max(0, turn.prompt_tokens - len(turn.prompt_ids) - 3),
+            resumed_ids=("earlier",) if len(spans) > 1 else (),
+            latency_s=round(0.4 + len(ids) * 0.021, 3),
         )
-        return len(self.turns) - 1
+        self.turns.append(turn)
+        return turn
 
 
-def _opening(author):
-    return author.prompt(
-        (Writer.TEMPLATE, "<|im_start|>system\n"),
-        (Writer.SYSTEM, SYSTEM),
-        (Writer.TEMPLATE, f"\n<tools>\n{TOOLS}\n</tools><|im_end|>\n<|im_start|>user\n"),
-        (Writer.USER, QUESTION),
-        (Writer.TEMPLATE, "<|im_end|>\n<|im_start|>assistant\n"),
+def _opening():
+    return (
+        "<|im_start|>system\n"
+        f"{SYSTEM}"
+        f"\n<tools>\n{TOOLS}\n</tools><|im_end|>\n<|im_start|>user\n"
+        f"{QUESTION}"
+        "<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
-def _result(author, text):
-    return author.prompt(
-        (Writer.TEMPLATE, "\n<|im_start|>user\n<tool_response>\n"),
-        (Writer.TOOL, text),
-        (Writer.TEMPLATE, "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
-    )
+def _result(text):
+    return f"\n<|im_start|>user\n<tool_response>\n{text}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
 
 def _call(expression):
@@ -138,25 +134,24 @@ def jars(vocabulary, number, *, answer, image=None):
     author = Author(vocabulary, number)
     thought = "One lorry carries 48 × 36 jars, so I start with that product."
     call, said = _call("48 * 36")
-    opening = _opening(author)
+    opening = _opening()
     said_first = [*_asked(), Said("assistant", "reasoning", thought), said]
     first = author.turn(
         opening,
         f"<think>\n{thought}\n</think>\n\n{call}",
         said_first,
-        reason="opens the first sequence",
+        why=Reason("first"),
         agent="jars",
-        images=() if image is None else [Image(image, "png", "message 0")],
+        images=() if image is None else [Picture(image, "png", "message 0")],
     )
     if number == 1:
         author.turn(
-            _result(author, "1728"),
+            _result("1728"),
             "The answer is 1728 jars.<|im_end|>",
             [Said("tool", "result", "1728", "calculator"), Said("assistant", "text", "The answer is 1728 jars.")],
             parent=first,
             status="discarded",
-            note="the agent asked the same again",
-            reason="extends call 0 with 1 new message(s)",
+            fate=Reason("asked_again"),
             agent="jars",
         )
     if answer == 1728:
@@ -165,7 +160,7 @@ def jars(vocabulary, number, *, answer, image=None):
         call, said = _call("1728 * 7")
         versions = (("12", 0.5), ("13", 1.0)) if number % 3 == 0 else (("12", 1.0),)
         last = author.turn(
-            _result(author, "1728"),
+            _result("1728"),
             f"That is one lorry. Seven of them:\n{call}",
             [
                 Said("tool", "result", "1728", "calculator"),
@@ -173,23 +168,20 @@ def jars(vocabulary, number, *, answer, image=None):
                 said,
             ],
             parent=first,
-            reason="extends call 0 with 1 new message(s)",
             agent="jars",
             versions=versions,
-            is_resumed=len(versions) > 1,
         )
     text = f"**{answer:,} jars** are on 7 lorries."
     if number == 3:
         text += "\n\n| load | jars |\n|---|---|\n| a crate | 48 |\n| a lorry | 1,728 |\n\n- checked with `48 * 36 * 7`"
     author.turn(
-        _result(author, "12096" if last != first else "1728"),
+        _result("12096" if last != first else "1728"),
         f"{text}<|im_end|>" if number != 6 else "**336 jars** are on 7 lorries, because 48 times",
         [Said("tool", "result", "12096" if last != first else "1728", "calculator"), Said("assistant", "text", text)],
         parent=last,
         status="final" if number != 6 else "cut",
         finish="stop" if number != 6 else "abort",
         failure=None if number != 6 else "SGLangAbortedError: the server aborted the request",
-        reason=f"extends call {last} with 1 new message(s)",
         agent="jars",
     )
     if number == 3:
@@ -200,7 +192,7 @@ def jars(vocabulary, number, *, answer, image=None):
 def _checker(author, opening, first):
     """A fork that rewrites the result, a sub-agent, and a summary from outside."""
     author.turn(
-        _result(author, "1728 jars on one lorry"),
+        _result("1728 jars on one lorry"),
         "So 7 lorries carry 12096 jars.<|im_end|>",
         [
             Said("tool", "result", "1728 jars on one lorry", "calculator"),
@@ -208,17 +200,16 @@ def _checker(author, opening, first):
         ],
         parent=first,
         status="final",
-        branching=Branching.FORKS,
-        reason="forks after call 0: message 2 (user) is not the recorded one (user) (compared with call 2)",
+        why=Reason("forks", 0, None, (Reason("message_changed", 2, 2, ("user", "user")),)),
         agent="jars",
     )
     author.turn(
-        author.prompt(
-            (Writer.TEMPLATE, "<|im_start|>system\n"),
-            (Writer.SYSTEM, "You check the work of others."),
-            (Writer.TEMPLATE, "<|im_end|>\n<|im_start|>user\n"),
-            (Writer.USER, "Is 48 × 36 × 7 = 12096?"),
-            (Writer.TEMPLATE, "<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            "<|im_start|>system\n"
+            "You check the work of others."
+            "<|im_end|>\n<|im_start|>user\n"
+            "Is 48 × 36 × 7 = 12096?"
+            "<|im_end|>\n<|im_start|>assistant\n"
         ),
         "Yes: 48 × 36 = 1728, and 1728 × 7 = 12096.<|im_end|>",
         [
@@ -227,51 +218,42 @@ def _checker(author, opening, first):
             Said("assistant", "text", "Yes: 48 × 36 = 1728, and 1728 × 7 = 12096."),
         ],
         status="final",
-        reason="opens a sequence: the system prompt changed (compared with call 2)",
+        why=Reason("opens_because", detail=(Reason("part_changed", 2, None, ("system prompt",)),)),
         agent="checker",
     )
     author.turn(
-        author.prompt((Writer.USER, "Grade the answer as JSON."), (Writer.TEMPLATE, "<|im_start|>assistant\n")),
+        ("Grade the answer as JSON.<|im_start|>assistant\n"),
         '{"score": 1}<|im_end|>',
         [Said("user", "text", "Grade the answer as JSON."), Said("assistant", "text", '{"score": 1}')],
         status="answered",
         is_auxiliary=True,
-        is_constrained=True,
-        reason="opens a sequence: message 0 (user) is not the recorded one (user) (compared with call 4)",
+        constrained=True,
+        why=Reason("opens_because", detail=(Reason("message_changed", 4, 0, ("user", "user")),)),
     )
 
 
 def _episode(name, turns, *, reward, number):
-    episode = Episode(name, turns, [], file="step-000012", outcome="task_complete", reward=reward, seconds=3.5 + number)
-    parents = {turn.parent for turn in turns}
-    trained = set()
-    for position, turn in enumerate(turns):
-        if position in parents or turn.is_discarded or turn.is_auxiliary:
-            continue
-        steps = episode.steps(position)
-        mask = np.zeros(steps[-1].stop, np.uint8)
-        for step in steps:
-            mask[step.sampled : step.stop] = step.turn not in trained
-        trained.update(step.turn for step in steps)
-        random = np.random.default_rng(100 + position)
-        recorded = episode.column(SequenceRecord(steps, mask), "logprobs")
-        trainer = np.where(mask > 0, recorded + random.normal(0, 0.01, len(mask)), np.nan)
-        episode.sequences.append(SequenceRecord(steps, mask, trainer_logprobs=trainer))
+    trajectory = Trajectory.of_turns(turns)
+    trajectory.end = EpisodeEnd("task_complete", reward)
+    episode = inspect(trajectory, name, file="step-000012")
+    episode.seconds = 3.5 + number
     return episode
 
 
 def with_credit(group, batch=None):
-    """Give the sequences of a group advantages, the reward minus the mean, and the weights of an episode mean.
+    """Give the sequences of a group their rows, with the weights of an episode mean and the trainer's logprobs.
 
     `batch` is the number of episodes in the batch, by default those of the group.
     """
-    mean = np.mean([episode.reward for episode in group.episodes])
-    for episode in group.episodes:
-        trained = sum(int(sequence.mask.sum()) for sequence in episode.sequences)
+    rows = iter(training_rows(episode.as_episode(group.id) for episode in group.episodes))
+    for number, episode in enumerate(group.episodes):
+        episode.in_batch = True
         for sequence in episode.sequences:
-            kept = sequence.mask > 0
-            sequence.advantages = np.where(kept, episode.reward - mean, 0.0)
-            sequence.weights = np.where(kept, 1 / ((batch or len(group.episodes)) * trained), 0.0)
+            row = next(rows)
+            random = np.random.default_rng(100 + number)
+            trainer = np.asarray(row.logprobs) + random.normal(0, 0.01, len(row)) * (sequence.mask > 0)
+            weight = 1 / ((batch or len(group.episodes)) * row.episode_trained)
+            sequence.row = replace(row, trainer_logprobs=trainer.tolist(), loss_weight=weight)
     return group
 
 
@@ -326,42 +308,35 @@ def long_group(siblings=8, tokens=100_000, vocabulary_size=50_000, *, seed=0, pe
         i: (b" " if i % 3 else b"") + bytes(words[i, : lengths[i]].tolist()) + (b"\n" if i % 40 == 0 else b"")
         for i in range(vocabulary_size)
     }
-    shared = random.integers(0, vocabulary_size, per_turn // 2).astype(np.int32)
+    shared = random.integers(0, vocabulary_size, per_turn // 2).tolist()
     episodes = []
     for number in range(siblings):
         turns = []
         for position in range(max(1, tokens // per_turn)):
-            prompt = shared if not position else random.integers(0, vocabulary_size, per_turn // 2).astype(np.int32)
-            ids = random.integers(0, vocabulary_size, per_turn - len(prompt)).astype(np.int32)
+            prompt = random.integers(0, vocabulary_size, per_turn // 2).tolist() if position else shared
+            count = per_turn - len(prompt)
             turns.append(
-                TurnRecord(
-                    position,
-                    Tokens(prompt, writers=np.full(len(prompt), Writer.TOOL if position else Writer.USER, np.uint8)),
-                    Tokens(
-                        ids,
-                        logprobs=-random.gamma(0.4, 1.0, len(ids)),
-                        writers=np.full(len(ids), Writer.MODEL, np.uint8),
-                        versions=(Span(str(position // 10), 0, len(ids)),),
-                        entropy=random.gamma(0.8, 1.0, len(ids)),
+                Turn(
+                    index=position,
+                    parent=turns[-1] if turns else None,
+                    why=Reason("extends", position - 1, None, ("1",)) if turns else Reason("first"),
+                    key=b"",
+                    parts={},
+                    digests=(),
+                    roles=(),
+                    prompt_ids=array("i", prompt),
+                    status=TurnStatus.COMMITTED,
+                    said=(Said("tool", "result", "result " * 40, "search"),),
+                    answered=(Said("assistant", "text", "Some **words**. " * 30),),
+                    generation=Generation(
+                        output_ids=array("i", random.integers(0, vocabulary_size, count).tolist()),
+                        logprobs=array("d", -random.gamma(0.4, 1.0, count)),
+                        finish_type="stop",
+                        weight_versions=(VersionSpan(str(position // 10), 0, count),),
                     ),
-                    parent=position - 1 if position else None,
-                    branching=Branching.EXTENDS if position else Branching.OPENS,
-                    reason="extends the call before" if position else "opens the first sequence",
-                    status="committed",
-                    finish="stop",
-                    said=[Said("tool", "result", "result " * 40, "search")],
-                    answered=[Said("assistant", "text", "Some **words**. " * 30)],
                 )
             )
-        episode = Episode(f"long-{number}", turns, [], file="long", reward=float(number % 2), outcome="task_complete")
-        steps = episode.steps(len(turns) - 1)
-        mask = np.zeros(steps[-1].stop, np.uint8)
-        for step in steps:
-            mask[step.sampled : step.stop] = 1
-        logprobs = episode.column(SequenceRecord(steps, mask), "logprobs")
-        trainer = np.where(mask > 0, logprobs + random.normal(0, 0.01, len(mask)), np.nan)
-        episode.sequences.append(SequenceRecord(steps, mask, trainer_logprobs=trainer))
-        episodes.append(episode)
+        episodes.append(_episode(f"long-{number}", turns, reward=float(number % 2), number=number))
     return with_credit(Group("long", episodes, "step", "long", texts, is_scored=True))
 
 
@@ -369,41 +344,45 @@ def hostile_group():
     """Episodes whose every string tries to run script, to move the terminal, or to turn the direction of text."""
     strings = list(HOSTILE)
     vocabulary = Vocabulary()
-    author = Author(vocabulary, 7)
     vocabulary.ids.update({text.encode(): 10 + i for i, text in enumerate(strings)})
     vocabulary.ids.update({b"\xf0\x9f": 90, b"\x98\x80": 91, b"\xff": 92})
-    ids = np.array([*range(10, 10 + len(strings)), 90, 91, 92], np.int32)
-    tokens = Tokens(ids, logprobs=np.full(len(ids), -1.0), versions=(Span(strings[0], 0, len(ids)),))
+    ids = array("i", [*range(10, 10 + len(strings)), 90, 91, 92])
     said = [
         Said(role, kind, text, text, text)
         for text in strings
         for role, kind in itertools.product(("user",), ("text", "reasoning", "call", "result"))
     ]
-    author.turns.append(
-        TurnRecord(
-            0,
-            Tokens(ids),
-            tokens,
-            reason=strings[0],
-            status=strings[1],
-            note=strings[2],
-            failure=strings[0],
-            agent=strings[3],
-            finish=strings[1],
-            said=said,
-            images=[
-                Image(strings[0].encode(), "svg+xml", strings[1]),
-                Image(b"no picture", 'png"><script>', strings[2]),
-            ],
-        )
+    turn = Turn(
+        index=0,
+        parent=None,
+        why=Reason("in_words", detail=(strings[0],)),
+        key=b"",
+        parts={},
+        digests=(),
+        roles=(),
+        prompt_ids=ids,
+        fate=Reason("in_words", detail=(strings[2],)),
+        cause=RecordedError(strings[0]),
+        agent=strings[3],
+        said=tuple(said),
+        images=ImageInputs(
+            (
+                Picture(strings[0].encode(), "svg+xml", strings[1]),
+                Picture(b"no picture", 'png"><script>', strings[2]),
+            ),
+            ids,
+            {},
+        ),
+        generation=Generation(
+            output_ids=ids,
+            logprobs=array("d", [-1.0] * len(ids)),
+            finish_type=strings[1],
+            weight_versions=(VersionSpan(strings[0], 0, len(ids)),),
+        ),
     )
-    episode = Episode(
-        strings[0], author.turns, [], file=strings[1], outcome=strings[2], reward=1.0, left_out=strings[3]
-    )
-    steps = episode.steps(0)
-    mask = np.zeros(steps[-1].stop, np.uint8)
-    mask[len(ids) :] = 1
-    episode.sequences.append(SequenceRecord(steps, mask, advantages=mask * 1.0))
+    episode = inspect(Trajectory.of_turns([turn]), strings[0], file=strings[1])
+    episode.end = EpisodeEnd(strings[2], 1.0)
+    episode.left_out = Reason("in_words", detail=(strings[3],))
     return Group(strings[0], [episode], strings[1], strings[1], vocabulary.texts)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..terminal import counted, visible
-from .records import Episode, Finding, Group
+from .records import Finding, Group, count_tokens, turns_of
 
 KINDS: Mapping[str, str] = {
     "logprobs-shifted": "logprobs belong to the token before or after",
@@ -31,7 +31,6 @@ KINDS: Mapping[str, str] = {
     "reward": "a reward is not the recorded one",
     "reward-failure": "an episode has a reward although the infrastructure failed",
     "flat-group": "all episodes of a group have the same reward, so it trains nothing",
-    "advantage-rows": "advantages were normalized over sequences, not over episodes",
     "advantage": "an advantage does not follow from the rewards",
     "weight": "a weight or a count behind it does not follow from the rows",
     "experts-missing": "routed experts lack rows",
@@ -58,10 +57,10 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
     Returns:
         What is wrong, in the order of the files, episodes and tokens; empty if all is well.
     """
-    from .checks.credit import check_credit
+    from .checks.credit import check_openings, check_rewards
     from .checks.dumps import check_prompts, check_sample
     from .checks.evaluations import check_record
-    from .checks.rows import check_rows
+    from .checks.steps import check_step
     from .checks.turns import check_turns
     from .checks.values import check_repeated, check_values, count_certain
 
@@ -70,22 +69,28 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
     found: list[Finding] = []
     steps: dict[str, list[Group]] = {}
     for group in groups:
-        group.facts["certain"] = certain
         if group.kind == "step":
             steps.setdefault(group.file, []).append(group)
         for episode in group.episodes:
-            place = _Place(group, episode)
-            before = len(found)
-            for check in (check_turns, check_values, check_rows, check_sample, check_record):
-                found.extend(place.finding(one) for one in _guarded(check(group, episode)))
-            if len(found) == before and episode.facts.get("is_changed"):
-                found.append(place.finding({"kind": "changed", "why": "the file is no longer as it was written"}))
-        for check_group in (check_repeated, check_prompts, check_credit):
-            found.extend(place_in_group(group, one) for one in _guarded(check_group(group)))
-    from .checks.credit import check_batch
-
-    for batch in steps.values():
-        found.extend(place_in_group(batch[0], one) for one in _guarded(check_batch(batch)))
+            own: list[Finding] = []
+            for check in (
+                check_turns(group, episode),
+                check_values(group, episode, certain),
+                check_sample(group, episode),
+                check_record(group, episode),
+            ):
+                for facts in _guarded(check):
+                    file = group.file if facts.get("sequence") is not None else episode.file
+                    own.append(Finding(**{"file": file, "group": group.id, "episode": episode.id, **facts}))
+            if not own and episode.trajectory.is_changed:
+                why = "the file is no longer as it was written"
+                own.append(Finding("changed", why, episode.file, group.id, episode.id))
+            found += own
+        for check in (check_repeated(group), check_prompts(group), check_rewards(group)):
+            found += [Finding(**{"file": group.file, "group": group.id, **facts}) for facts in _guarded(check)]
+    for file, batch in steps.items():
+        for check in (check_openings(batch), check_step(batch)):
+            found += [Finding(**{"file": file, **facts}) for facts in _guarded(check)]
     return _bounded(dict.fromkeys(found))
 
 
@@ -95,22 +100,6 @@ def _guarded(check: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         yield from check
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         yield {"kind": "structure", "why": f"a value has a wrong form: {type(error).__name__}: {str(error)[:200]}"}
-
-
-class _Place:
-    """Where the findings of an episode are."""
-
-    def __init__(self, group: Group, episode: Episode) -> None:
-        self._group, self._episode = group, episode
-
-    def finding(self, facts: Mapping[str, Any]) -> Finding:
-        file = self._group.file if facts.get("sequence") is not None else self._episode.file
-        return Finding(**{"file": file, "group": self._group.id, "episode": self._episode.id, **facts})
-
-
-def place_in_group(group: Group, facts: Mapping[str, Any]) -> Finding:
-    """Return a finding about a group, or about one of its episodes."""
-    return Finding(**{"file": group.file, "group": group.id, **facts})
 
 
 def _bounded(found: Iterable[Finding]) -> list[Finding]:
@@ -136,8 +125,8 @@ def lines(found: Sequence[Finding]) -> Iterator[str]:
 def summary(groups: Sequence[Group], found: Sequence[Finding]) -> str:
     """Return one line about what was checked."""
     episodes = [episode for group in groups for episode in group.episodes]
-    turns = [turn for episode in episodes for turn in episode.turns]
-    tokens = sum(len(turn.prompt) + len(turn.sampled) for turn in turns)
+    turns = list(turns_of(groups))
+    tokens = count_tokens(turns)
     texts = "" if any(group.vocabulary for group in groups) else "; ids and texts are not compared without --tokenizer"
     result = counted(len(found), "finding") if found else "nothing is wrong"
     what = f"{counted(len(episodes), 'episode')}, {counted(len(turns), 'turn')} and {counted(tokens, 'token')}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .records import Episode, Group, TurnRecord
+from .records import Group, turns_of
 
 KINDS = {
     "trajectory": "a trajectory (.safetensors), or a folder of them",
@@ -37,8 +37,6 @@ def read(paths: Iterable[str | os.PathLike[str]], *, tokenizer: str | None = Non
     Raises:
         UnreadableError: A path is none of these kinds, is damaged, or holds nothing.
     """
-    from .texts import mark_writers
-
     groups: list[Group] = []
     for name in paths:
         path = Path(name)
@@ -49,66 +47,7 @@ def read(paths: Iterable[str | os.PathLike[str]], *, tokenizer: str | None = Non
     groups = _siblings(groups)
     if tokenizer is not None:
         _use_tokenizer(groups, tokenizer)
-    for group in groups:
-        for episode in group.episodes:
-            _drop_what_cannot_be(episode)
-        mark_writers(group)
     return groups
-
-
-def _drop_what_cannot_be(episode: Episode) -> None:
-    """Note facts of a wrong type and columns of a wrong length, and leave them out."""
-    episode.problems += _wrong_facts(episode, _FACTS, "its")
-    for turn in episode.turns:
-        episode.problems += _wrong_facts(turn, _TURN_FACTS, f"turn {turn.number}: its")
-        versions = turn.sampled.versions
-        if not all(_is(place, int) for _, *places in versions for place in places):
-            episode.problems.append(("structure", f"turn {turn.number}: its versions are {versions!r:.60}"))
-            turn.sampled.versions = ()
-        for name in ("said", "answered"):
-            parts = getattr(turn, name)
-            if not all(isinstance(text, str) for part in parts for text in part):
-                episode.problems.append(("structure", f"turn {turn.number}: not all that it {name} is text"))
-                setattr(turn, name, ())
-        for tokens in (turn.prompt, turn.sampled):
-            for name in ("logprobs", "sampling_logprobs", "entropy", "kept_counts"):
-                values = getattr(tokens, name)
-                if values is not None and len(values) != len(tokens):
-                    why = f"turn {turn.number} has {len(tokens)} tokens with {len(values)} {name}"
-                    episode.problems.append(("structure", why))
-                    setattr(tokens, name, None)
-
-
-def _wrong_facts(one: Episode | TurnRecord, facts: Mapping[str, Any], whose: str) -> list[tuple[str, str]]:
-    wrong = []
-    for name, kinds in facts.items():
-        value = getattr(one, name)
-        if value is not None and not _is(value, kinds):
-            wrong.append(("structure", f"{whose} {name} is {value!r:.60}"))
-            setattr(one, name, getattr(type(one), name))  # the default
-    return wrong
-
-
-def _is(value: Any, kinds: Any) -> bool:
-    if isinstance(value, bool):
-        return kinds is bool
-    return isinstance(value, kinds) and not (isinstance(value, int) and value.bit_length() > 64)
-
-
-_NUMBER = (int, float)
-_FACTS: dict[str, type | tuple[type, ...]] = {
-    "outcome": str,
-    "reward": _NUMBER,
-    "reward_error": str,
-    "error": str,
-    "seconds": _NUMBER,
-}
-_TURN_FACTS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("reason", "note", "failure", "agent", "cycle", "finish", "text"), str),
-    **dict.fromkeys(("is_auxiliary", "is_constrained", "clamped"), bool),
-    **dict.fromkeys(("prompt_tokens", "cached_tokens"), int),
-    **dict.fromkeys(("seconds", "reward"), _NUMBER),
-}
 
 
 def _read_path(path: Path) -> list[Group]:
@@ -185,8 +124,7 @@ def _siblings(groups: list[Group]) -> list[Group]:
     """Join trajectories that opened with the same conversation to one group."""
     joined: dict[Any, Group] = {}
     for number, group in enumerate(groups):
-        turns = [turn for episode in group.episodes for turn in episode.turns]
-        turn = turns[0].facts.get("turn") if group.kind == "trajectory" and turns else None
+        turn = next(turns_of([group]), None) if group.kind == "trajectory" else None
         known = joined.setdefault(number if turn is None else turn.key, group)
         if known is not group:
             known.vocabulary = {**known.vocabulary, **group.vocabulary}
@@ -200,22 +138,19 @@ def _use_tokenizer(groups: list[Group], name: str) -> None:
     Raises:
         UnreadableError: There is no such tokenizer.
     """
-    import numpy as np
-
     from ..client.shared import get_tokenizer
     from ..templates.encoder import get_encoder
 
     try:
-        tokenizer = get_tokenizer(name)
+        encoder = get_encoder(get_tokenizer(name))
     except (OSError, ValueError) as error:
         told = " ".join(str(error).split())
         raise UnreadableError(f"--tokenizer {name}: it cannot be loaded: {told[:200]}") from error
-    encoder = get_encoder(tokenizer)
     size = len(encoder.tokenizer)
     for group in groups:
-        turns = [turn for episode in group.episodes for turn in episode.turns]
-        used = {int(i) for turn in turns for part in (turn.prompt, turn.sampled) for i in np.unique(part.ids)}
+        used: set[int] = set()
+        for turn in turns_of([group]):
+            used.update(turn.prompt_ids, turn.output_ids)
         known = encoder.pieces(sorted(token_id for token_id in used if 0 <= token_id < size))
-        group.facts["tokenizer"], group.facts["encoder"] = tokenizer, encoder
-        group.facts["tokenizer_pieces"] = known
+        group.encoder = encoder
         group.vocabulary = {**known, **group.vocabulary}

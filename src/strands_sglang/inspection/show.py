@@ -10,8 +10,11 @@ from itertools import groupby
 import numpy as np
 
 from ..terminal import WIDTH, counted, paint, visible
+from ..trajectory.explain import explained
+from ..trajectory.turn import Turn, TurnStatus
 from .reading import UnreadableError
-from .records import Episode, Group, SequenceRecord, TurnRecord, Writer
+from .records import Group, Inspected, Writer, count_tokens, halves
+from .texts import writers_of
 
 COLORS = ("writer", "mask", "logprob", "version", "advantage")
 
@@ -21,7 +24,7 @@ _LABEL = 10
 _MOST, _EDGE = 240, 60
 """A longer run of tokens is shown by its first and last `_EDGE` tokens."""
 
-_TOLD = ("cut", "failed", "discarded")
+_TOLD = (TurnStatus.CUT, TurnStatus.FAILED, TurnStatus.DISCARDED)
 
 
 def episode_lines(
@@ -44,65 +47,37 @@ def episode_lines(
         raise UnreadableError(f"--episode {episode}: there is none of this id; some are {known}")
     for _, one in found:
         yield from _wrapped(_heading(one), "bold")
-        yield from tree_lines(one)
+        for called, line in explained(one.turns):
+            yield from _wrapped(visible(line), "red" if called.status in _TOLD else None)
         yield ""
     group, first = found[0]
-    answered = [one for one in first.turns if len(one.sampled)] or first.turns
-    chosen = [one for one in first.turns if one.number == turn] if turn is not None else answered[-1:]
+    answered = [one for one in first.turns if one.output_ids] or first.turns
+    chosen = [one for one in first.turns if one.index == turn] if turn is not None else answered[-1:]
     if not chosen and turn is None:
         return
     if not chosen:
-        numbers = ", ".join(str(one.number) for one in first.turns[:20])
+        numbers = ", ".join(str(one.index) for one in first.turns[:20])
         raise UnreadableError(f"--turn {turn}: episode {first.id} has no such turn; its turns are {numbers or 'none'}")
-    yield from _wrapped(f"tokens of turn {chosen[0].number} of episode {visible(first.id)}, by {color}", "bold")
+    yield from _wrapped(f"tokens of turn {chosen[0].index} of episode {visible(first.id)}, by {color}", "bold")
     yield from token_lines(group, first, chosen[0], color)
 
 
-def _heading(episode: Episode) -> str:
-    tokens = sum(len(turn.prompt) + len(turn.sampled) for turn in episode.turns)
+def _heading(episode: Inspected) -> str:
+    end = episode.end
     facts = [
-        episode.outcome,
-        None if episode.reward is None else f"reward {episode.reward:g}",
+        end.outcome,
+        None if end.reward is None else f"reward {end.reward:g}",
         None if not episode.seconds else f"{episode.seconds:.1f} s",
-        *(counted(len(episode.turns), "turn"), counted(tokens, "token"), counted(len(episode.sequences), "sequence")),
+        counted(len(episode.turns), "turn"),
+        counted(count_tokens(episode.turns), "token"),
+        counted(len(episode.sequences), "sequence"),
         None if episode.left_out is None else f"left out: {episode.left_out}",
+        *(why for _, why in episode.problems),
     ]
     return visible(f"episode {episode.id}: {', '.join(fact for fact in facts if fact)}")
 
 
-def tree_lines(episode: Episode) -> Iterator[str]:
-    """Describe each turn. Turns of a sequence are below its first one, and forks are indented."""
-    depths: dict[int, int] = {}
-    extended: set[int] = set()
-    for position, turn in enumerate(episode.turns):
-        parent = turn.parent
-        if parent is None:
-            depths[position] = 0
-        else:
-            is_fork = parent in extended or episode.turns[parent].parent is None
-            depths[position] = depths[parent] + is_fork
-            extended.add(parent)
-        indent = "  " * min(depths[position], 12)
-        yield from _wrapped(indent + _turn_line(turn), "red" if turn.status in _TOLD else None)
-
-
-def _turn_line(turn: TurnRecord) -> str:
-    end = "" if turn.finish is None else f", {turn.finish}"
-    cached = f", {turn.cached_tokens} cached" if turn.cached_tokens else ""
-    flags = {
-        "auxiliary": turn.is_auxiliary,
-        "constrained": turn.is_constrained,
-        "resumed": turn.is_resumed,
-        "waits to be resumed": turn.waits_to_go_on,
-    }
-    marks = [turn.status, *(flag for flag, holds in flags.items() if holds)]
-    notes = "".join(f": {note}" for note in (turn.note, turn.failure) if note)
-    counts = f"{len(turn.prompt)} prompt and {len(turn.sampled)} sampled tokens{cached}{end}"
-    told = ", ".join(mark for mark in marks if mark)
-    return visible(f"turn {turn.number} {turn.reason} ({counts})" + (f" [{told}]" if told else "") + notes)
-
-
-def token_lines(group: Group, episode: Episode, turn: TurnRecord, color: str) -> Iterator[str]:
+def token_lines(group: Group, episode: Inspected, turn: Turn, color: str) -> Iterator[str]:
     """Show the tokens of a turn: what its prompt added, then what it sampled, in runs that have something in common.
 
     Args:
@@ -111,23 +86,14 @@ def token_lines(group: Group, episode: Episode, turn: TurnRecord, color: str) ->
         turn: The turn.
         color: What a run has in common, one of `COLORS`.
     """
-    writers = [
-        Writer(int(writer)).name.lower()
-        for tokens in (turn.prompt, turn.sampled)
-        for writer in (np.full(len(tokens), Writer.PROMPT) if tokens.writers is None else tokens.writers)
-    ]
+    writers = [Writer(writer).name.lower() for writer in writers_of(turn, group.vocabulary).tolist()]
     labels = _labels(episode, turn, color) or writers
-    ids = [*turn.prompt.ids.tolist(), *turn.sampled.ids.tolist()]
-    pieces = [_piece(token_id, group) for token_id in ids]
+    pieces = [_piece(token_id, group) for token_id in (*turn.prompt_ids, *turn.output_ids)]
     if color == "logprob":
-        known = [tokens.logprobs for tokens in (turn.prompt, turn.sampled)]
-        counts = (len(turn.prompt), len(turn.sampled))
-        values = [np.full(n, np.nan) if own is None else own for own, n in zip(known, counts, strict=True)]
-        logprobs = np.concatenate(values).tolist()
-        pieces = [
-            piece if logprob != logprob else f"{piece}({logprob:.2f})"
-            for piece, logprob in zip(pieces, logprobs, strict=True)
-        ]
+        logprobs = np.concatenate([*halves(turn, "logprobs")]).tolist()
+        for at, logprob in enumerate(logprobs):
+            if logprob == logprob:
+                pieces[at] += f"({logprob:.2f})"
     position = 0
     for label, run in groupby(labels):
         count = len(list(run))
@@ -137,37 +103,33 @@ def token_lines(group: Group, episode: Episode, turn: TurnRecord, color: str) ->
         if len(own) > _MOST:
             own = [*own[:_EDGE], f"... {len(own) - 2 * _EDGE} tokens ...", *own[-_EDGE:]]
         for number, line in enumerate(_filled(own, WIDTH - _LABEL)):
-            yield f"{label[: _LABEL - 1] if number == 0 else '':<{_LABEL}}{paint(line, tint) if tint else line}"
+            head = label[: _LABEL - 1] if number == 0 else ""
+            yield f"{head:<{_LABEL}}" + (paint(line, tint) if tint else line)
 
 
-def _labels(episode: Episode, turn: TurnRecord, color: str) -> list[str]:
+def _labels(episode: Inspected, turn: Turn, color: str) -> list[str]:
     """Return what each token of a turn has; nothing for what its writer tells."""
-    prompt, count = len(turn.prompt), len(turn.sampled)
+    prompt, count = len(turn.prompt_ids), len(turn.output_ids)
     if color == "version":
         versions = ["-"] * (prompt + count)
-        for version, start, stop in turn.sampled.versions:
+        for version, start, stop in () if turn.generation is None else turn.generation.weight_versions:
             start, stop = max(0, start), min(stop, count)
-            versions[prompt + start : prompt + stop] = [visible(str(version))] * (stop - start)
+            versions[prompt + start : prompt + stop] = [visible(version)] * (stop - start)
         return versions
     if color not in ("mask", "advantage"):
         return []
     trained = np.zeros(prompt + count, np.uint8)
     advantages = np.zeros(prompt + count)
-    for sequence, start, stop in _places(episode, turn):
-        own = sequence.mask[start:stop]
-        trained[: stop - start] |= own
-        if sequence.advantages is not None:
-            advantages[: stop - start] += sequence.advantages[start:stop]
+    for sequence in episode.sequences:
+        given = sequence.given("advantages")
+        for step in sequence.steps:
+            if step.turn is turn:
+                trained[: step.stop - step.start] |= sequence.mask[step.start : step.stop]
+                if given is not None:
+                    advantages[: step.stop - step.start] += given[step.start : step.stop]
     if color == "mask":
         return ["trained" if mask else "mask 0" for mask in trained]
     return [f"{value:+.3g}" if mask else "-" for value, mask in zip(advantages.tolist(), trained, strict=True)]
-
-
-def _places(episode: Episode, turn: TurnRecord) -> Iterator[tuple[SequenceRecord, int, int]]:
-    for sequence in episode.sequences:
-        for step in sequence.steps:
-            if episode.turns[step.turn] is turn:
-                yield sequence, step.start, step.stop
 
 
 def _tint(label: str, writer: str) -> str | None:

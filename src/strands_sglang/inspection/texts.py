@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .records import Episode, Group, Said, Writer
+from ..messages.said import Said
+from ..trajectory.turn import Turn
+from .records import Writer
 
 _WRITERS = {"system": Writer.SYSTEM, "user": Writer.USER, "tool": Writer.TOOL, "assistant": Writer.HISTORY}
 
@@ -20,21 +22,17 @@ def joined(ids: Iterable[int], vocabulary: Mapping[int, bytes]) -> str | None:
     return None if None in pieces else b"".join(pieces).decode("utf-8", "replace")  # type: ignore[arg-type]
 
 
-def mark_writers(group: Group) -> None:
-    """Note who wrote each token of the prompts: what was said is searched in their text, the rest is the template's.
+def writers_of(turn: Turn, vocabulary: Mapping[int, bytes]) -> Any:
+    """Return the `Writer` of each token of a turn: what was said is searched in the prompt, the rest is the template's.
 
-    Without a vocabulary, or if a file does not tell what was said, the tokens stay `Writer.PROMPT`.
+    Without a vocabulary, or if a file does not tell what was said, the tokens of the prompt are `Writer.PROMPT`.
     """
-    for episode in group.episodes:
-        _mark_episode(episode, group.vocabulary)
-
-
-def _mark_episode(episode: Episode, vocabulary: Mapping[int, bytes]) -> None:
-    for turn in episode.turns:
-        pieces = [vocabulary.get(token_id) for token_id in turn.prompt.ids.tolist()] if turn.said else []
-        if not pieces or None in pieces:
-            continue
-        turn.prompt.writers = _writers(pieces, turn.said)  # type: ignore[arg-type]
+    pieces = [vocabulary.get(token_id) for token_id in turn.prompt_ids]
+    if turn.said and None not in pieces:
+        prompt = _writers(pieces, turn.said)  # type: ignore[arg-type]
+    else:
+        prompt = np.full(len(pieces), Writer.PROMPT, np.uint8)
+    return np.concatenate([prompt, np.full(len(turn.output_ids), Writer.MODEL, np.uint8)])
 
 
 def _writers(pieces: Sequence[bytes], said: Sequence[Said]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from strands.types.content import Messages
@@ -55,29 +55,38 @@ def reason_to_open(turns: Sequence[Turn], conversation: Conversation, messages: 
 
 def explain(turns: Iterable[Turn]) -> str:
     """Describe each turn in one line. Turns of a sequence are below its first one, and forks are indented."""
-    lines = []
-    steps: dict[int, int] = {}
+    return "\n".join(line for _, line in explained(turns))
+
+
+def explained(turns: Iterable[Turn]) -> Iterator[tuple[Turn, str]]:
+    """Yield each turn with its line, as in `explain`."""
+    depths: dict[int, int] = {}
     extended: set[int] = set()
     for turn in turns:
         parent = turn.parent
         if parent is None:
-            steps[id(turn)] = 0
+            depths[id(turn)] = 0
         else:
             is_fork = id(parent) in extended or parent.parent is None
-            steps[id(turn)] = steps[id(parent)] + is_fork
+            depths[id(turn)] = depths[id(parent)] + is_fork
             extended.add(id(parent))
-        sampled = f"{len(turn.prompt_ids)} prompt and {len(turn.output_ids)} sampled tokens"
-        end = "" if turn.generation is None else f", {turn.generation.finish_type}"
-        flags = {
-            "auxiliary": turn.is_auxiliary,
-            "constrained": turn.constrained,
-            "waits to be resumed": turn.waits_to_go_on,
-        }
-        marks = [turn.status.value, *(flag for flag, is_set in flags.items() if is_set)]
-        notes = "".join(f": {note}" for note in (turn.note, turn.failure) if note)
-        indent = "  " * steps[id(turn)]
-        lines.append(f"{indent}call {turn.index} {turn.reason} ({sampled}{end}) [{', '.join(marks)}]{notes}")
-    return "\n".join(lines)
+        yield turn, "  " * min(depths[id(turn)], 12) + _line(turn)
+
+
+def _line(turn: Turn) -> str:
+    counts = f"{len(turn.prompt_ids)} prompt and {len(turn.output_ids)} sampled tokens"
+    if turn.generation is not None:
+        cached = turn.generation.cached_tokens
+        counts += (f", {cached} cached" if cached else "") + f", {turn.generation.finish_type}"
+    flags = {
+        "auxiliary": turn.is_auxiliary,
+        "constrained": turn.constrained,
+        "resumed": turn.generation is not None and bool(turn.generation.resumed_ids),
+        "waits to be resumed": turn.waits_to_go_on,
+    }
+    marks = [turn.status.value, *(flag for flag, holds in flags.items() if holds)]
+    notes = "".join(f": {note}" for note in (turn.note, turn.failure) if note)
+    return f"call {turn.index} {turn.reason} ({counts}) [{', '.join(marks)}]{notes}"
 
 
 def _leaves(turns: Sequence[Turn]) -> list[Turn]:

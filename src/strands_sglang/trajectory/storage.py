@@ -73,6 +73,10 @@ class TrajectoryFileError(ValueError):
     """A file is not a trajectory, is damaged or was changed, or has a version that this library does not know."""
 
 
+class DamagedTrajectoryError(TrajectoryFileError):
+    """A file is a trajectory, but holds what no trajectory can."""
+
+
 @contextmanager
 def reading(name: str) -> Iterator[None]:
     """Turn whatever a damaged file raises into one error.
@@ -88,10 +92,10 @@ def reading(name: str) -> Iterator[None]:
     except (ImportError, MemoryError):  # not the file's fault
         raise
     except TrajectoryFileError as error:
-        raise TrajectoryFileError(f"{name}: {error}") from error.__cause__
+        raise type(error)(f"{name}: {error}") from error.__cause__
     except Exception as error:
         told = " ".join(str(error).split())[:200]
-        raise TrajectoryFileError(f"{name}: damaged: {type(error).__name__}: {told}") from error
+        raise DamagedTrajectoryError(f"{name}: damaged: {type(error).__name__}: {told}") from error
 
 
 def encode_turns(
@@ -238,7 +242,7 @@ def decode_turns(content: bytes, *, changed_too: bool = False) -> tuple[list[Tur
 
     Args:
         content: Content of the file.
-        changed_too: Whether to read a file that was changed, and values that cannot be, as far as they make turns.
+        changed_too: Whether to read a file that was changed.
 
     Raises:
         TrajectoryFileError: The content is not a trajectory, was changed, or has an unknown version.
@@ -266,7 +270,7 @@ def decode_turns(content: bytes, *, changed_too: bool = False) -> tuple[list[Tur
         )
     recorded = json.loads(metadata["trajectory"] if "trajectory" in metadata else tensors["trajectory"].tobytes())
     recorded["is_changed"] = is_changed
-    reader = _Reader(tensors, is_strict=not changed_too)
+    reader = _Reader(tensors)
     turns: list[Turn] = []
     for position, described in enumerate(recorded.pop("turns")):
         turns.append(reader.turn(described, position, turns))
@@ -293,15 +297,19 @@ def _is_bfloat16(values: Any) -> bool:
     return str(getattr(values, "dtype", "")) == "torch.bfloat16"
 
 
-def check_types(one: Any) -> None:
+def check_types(one: Any, where: str = "") -> None:
     """Check the fields of a dataclass that was made from a file against their annotations.
+
+    Args:
+        one: The dataclass.
+        where: Where it is, at the start of the error.
 
     Raises:
         TrajectoryFileError: A field has a value of another type.
     """
     for name, hint in _hints(one.__class__).items():
         if not _fits(value := getattr(one, name), hint):
-            raise TrajectoryFileError(f"damaged: {type(one).__name__}.{name} is {value!r:.60}")
+            raise DamagedTrajectoryError(f"damaged: {where}{type(one).__name__}.{name} is {value!r:.60}")
 
 
 @lru_cache
@@ -344,43 +352,37 @@ _COLUMNS = (
 
 
 class _Reader:
-    """Returns the tokens of one turn after the other.
+    """Returns the tokens of one turn after the other, from the tensors of the file."""
 
-    Args:
-        tensors: The tensors of the file.
-        is_strict: Whether to refuse values that no trajectory has.
-    """
-
-    def __init__(self, tensors: Mapping[str, Any], *, is_strict: bool) -> None:
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._tensors = tensors
-        self._is_strict = is_strict
         self._read = dict.fromkeys(tensors, 0)
         for name, values in tensors.items():
             if ".train." in name or name == "seals":  # earlier releases' seals of tokens are not read
                 continue
             kind, depth = _type_of(name), 2 if name.startswith("routed_experts.") else 1
             if (values.dtype.str, values.ndim) != (kind, depth):
-                raise TrajectoryFileError(
+                raise DamagedTrajectoryError(
                     f"damaged: {name} has the type {values.dtype} and the shape {values.shape}, not {depth} "
                     f"dimension{'s' * (depth > 1)} of {kind[1:]}"
                 )
-            if is_strict and kind == "<i4" and values.size and values.min() < 0:
-                raise TrajectoryFileError(f"damaged: {name} holds {values.min()}")
+            if kind == "<i4" and values.size and values.min() < 0:
+                raise DamagedTrajectoryError(f"damaged: {name} holds {values.min()}")
 
     def check_end(self) -> None:
         """Check that all tokens belong to turns."""
         for name in _COLUMNS:
             held, read = len(self._tensors.get(name, ())), self._read.get(name, 0)
-            if self._is_strict and held != read:
-                raise TrajectoryFileError(f"damaged: {name} has {held} entries, but the turns describe {read}")
+            if held != read:
+                raise DamagedTrajectoryError(f"damaged: {name} has {held} entries, but the turns describe {read}")
 
     def _next(self, name: str, count: int, *, is_there: bool = True) -> Any:
         if not is_there:
             return None
         start = self._read[name]
         left = len(self._tensors[name]) - start
-        if self._is_strict and not (type(count) is int and 0 <= count <= left):
-            raise TrajectoryFileError(f"damaged: a turn describes {count!r} entries of {name}, and {left} are left")
+        if not (type(count) is int and 0 <= count <= left):
+            raise DamagedTrajectoryError(f"damaged: a turn describes {count!r} entries of {name}, and {left} are left")
         self._read[name] = start + count
         kind = {"<f8": "d", "<i4": "i"}[_type_of(name)]
         return array(kind, self._tensors[name][start : start + count].tobytes())
@@ -427,7 +429,7 @@ class _Reader:
         answer = described["answer"]
         parent = described["parent"]
         if parent is not None and not 0 <= parent < position:
-            raise TrajectoryFileError(f"damaged: the parent of turn {position} is {parent!r}")
+            raise DamagedTrajectoryError(f"damaged: the parent of turn {position} is {parent!r}")
         turn = Turn(
             **{
                 name: described[name]
@@ -459,13 +461,12 @@ class _Reader:
             turn.generation = self._generation(answer, self._tensors.get(f"routed_experts.{position}"))
             if answer.get("is_resumed"):
                 turn.resumes, turn.status = turn.generation, TurnStatus.CUT  # earlier files say "failed"
-        if self._is_strict:
-            self._check(turn, turns)
+        self._check(turn, turns)
         return turn
 
     def _check(self, turn: Turn, before: Sequence[Turn]) -> None:
         """Check what no type tells."""
-        check_types(turn)
+        check_types(turn, where := f"call {turn.index}: ")
         answer, parent = turn.generation, turn.parent
         wrong = None
         if before and turn.index <= before[-1].index:
@@ -475,13 +476,13 @@ class _Reader:
         elif not all({"toolUseId", "name", "id"} <= call.keys() for call in turn.tool_calls):
             wrong = "has a tool call without an id or a name"
         elif answer is not None:
-            check_types(answer)
+            check_types(answer, where)
             if parent is None and not turn.prompt_ids:
                 wrong = "opens a sequence without a prompt"
             elif not turn.constrained and answer.logprobs is not None and any(map(math.isnan, answer.logprobs)):
                 wrong = "has a logprob that is not a number"
         if wrong is not None:
-            raise TrajectoryFileError(f"damaged: call {turn.index} {wrong}")
+            raise DamagedTrajectoryError(f"damaged: call {turn.index} {wrong}")
 
 
 def write_file(path: str | PathLike[str], content: bytes) -> None:

@@ -733,8 +733,8 @@ class Trajectory:
         Args:
             content: The bytes.
             name: What errors call them.
-            changed_too: Whether to read bytes that were changed since, as far as possible. `is_changed` then tells. For
-                looking at the record; do not train on it or continue it.
+            changed_too: Whether to read bytes that were changed since. `is_changed` then tells. For looking at the
+                record; do not train on it or continue it.
 
         Raises:
             TrajectoryFileError: The bytes are not a trajectory, are damaged or were changed, or have an unknown
@@ -749,8 +749,7 @@ class Trajectory:
                 turn_rewards = {int(index): reward for index, reward in end["turn_rewards"].items()}
                 known = {name: value for name, value in end.items() if name not in _UNREAD_END}
                 trajectory.end = EpisodeEnd(**{**known, "turn_rewards": turn_rewards})
-                if not changed_too:
-                    check_types(trajectory.end)
+                check_types(trajectory.end)
             trajectory.result_notices = dict(facts["result_notices"])
             trajectory.tool_parse_errors = dict(facts["tool_parse_errors"])
         return trajectory

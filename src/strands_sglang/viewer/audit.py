@@ -7,37 +7,31 @@ with the same factor share a column.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..credit import LARGEST_REWARD, LOSSES, Batch, Normalizer, TrainingRow, TrainingRows, group_advantages
-from ..inspection.records import Episode, Group, SequenceRecord
+from ..inspection.records import Group, TokenSequence
 from ..trajectory.tokens import TokenManager
-from .stores import fitted, short_name
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from .stores import short_name
 
 NORMALIZERS: tuple[Normalizer, ...] = ("episode_mean", "token_mean", "constant")
 
 
-def advantages_of(group: Group) -> dict[str, dict[int, float]]:
-    """Return the advantages of the turns of a group's episodes, by id and position of the turn, from their rewards.
+def advantages_of(group: Group) -> dict[str, float]:
+    """Return the advantages of a group's episodes by id, from their rewards.
 
     They are the rewards minus the group's mean: what a file without advantages implies.
     """
-    scored = [
-        episode
+    rewards = {
+        episode.id: episode.end.reward
         for episode in group.episodes
-        if episode.reward is not None and abs(episode.reward) <= LARGEST_REWARD and not episode.left_out
-    ]
-    if len(scored) < 2:
-        return {}
-    values = group_advantages([episode.reward or 0.0 for episode in scored])
-    return {
-        episode.id: dict.fromkeys(range(len(episode.turns)), value)
-        for episode, value in zip(scored, values, strict=True)
+        if episode.end.reward is not None and abs(episode.end.reward) <= LARGEST_REWARD and not episode.left_out
     }
+    if len(rewards) < 2:
+        return {}
+    return dict(zip(rewards, group_advantages(list(rewards.values())), strict=True))
 
 
 def audit_credit(groups: Sequence[Group], numbers: Mapping[tuple[str, str, str], int]) -> list[dict[str, Any]]:
@@ -63,17 +57,20 @@ def _audit(file: str, groups: Sequence[Group], numbers: Mapping[tuple[str, str, 
         computed = advantages_of(group)
         for episode in group.episodes:
             own = []
+            positions = {id(turn): position for position, turn in enumerate(episode.turns)}
+            trained = sum(int((one.mask > 0).sum()) for one in episode.sequences)
             for at, sequence in enumerate(episode.sequences):
-                amounts = _amounts(episode, sequence, computed.get(episode.id))
+                amounts = _amounts(sequence, computed.get(episode.id), positions)
                 if amounts is not None:
                     own.append({"sequence": at, "row": len(rows), **amounts})
-                    rows.append(_row(group, episode, sequence))
+                    rows.append(_sized_row(f"{group.id}/{episode.id}", len(sequence), amounts["tokens"], trained))
+            note = "no advantage, or no trained token" if episode.left_out is None else str(episode.left_out)
             episodes.append(
                 {
                     "name": episode.id,
                     "episode": numbers[(group.file, group.id, episode.id)],
                     "rows": own,
-                    "note": None if own else episode.left_out or "no advantage, or no trained token",
+                    "note": None if own else note,
                 }
             )
     if not rows:
@@ -93,57 +90,38 @@ def _audit(file: str, groups: Sequence[Group], numbers: Mapping[tuple[str, str, 
     }
 
 
-def _amounts(episode: Episode, sequence: SequenceRecord, computed: Mapping[int, float] | None) -> dict[str, Any] | None:
+def _amounts(sequence: TokenSequence, computed: float | None, positions: Mapping[int, int]) -> dict[str, Any] | None:
     """Return the sums of |advantage| of a sequence and its turns; None if nothing is trained or known."""
     import numpy as np
 
-    mask = np.asarray(sequence.mask) > 0
-    if not mask.any() or (sequence.advantages is None and computed is None):
+    given = sequence.given("advantages")
+    weight = None if sequence.row is None else sequence.row.loss_weight
+    if not sequence.mask.any() or (given is None and computed is None):
         return None
-    if sequence.advantages is None:
-        given = computed or {}
-        sizes = np.concatenate(
-            [np.full(step.stop - step.start, abs(given.get(step.turn, 0.0))) for step in sequence.steps]
-        )
-    else:
-        sizes = _sizes(sequence.advantages, len(mask))
-    weighted = None
-    if sequence.weights is not None and sequence.advantages is not None:
-        weighted = sizes * _sizes(sequence.weights, len(mask))
+    sizes = np.full(len(sequence), abs(computed or 0.0))
+    if given is not None:
+        sizes = np.abs(np.nan_to_num(given, posinf=0.0, neginf=0.0))
     turns = []
     for step in sequence.steps:
-        own = np.flatnonzero(mask[step.start : step.stop]) + step.start
-        turn: dict[str, Any] = {
-            "turn": step.turn,
-            "number": episode.turns[step.turn].number,
-            "tokens": len(own),
-            "abs": float(sizes[own].sum()),
-        }
-        if weighted is not None:
-            turn["recorded"] = float(weighted[own].sum())
-        if turn["tokens"]:
+        own = np.flatnonzero(sequence.mask[step.start : step.stop]) + step.start
+        turn: dict[str, Any] = {"turn": positions[id(step.turn)], "number": step.turn.index, "tokens": len(own)}
+        turn["abs"] = float(sizes[own].sum())
+        if weight is not None and given is not None:
+            turn["recorded"] = turn["abs"] * abs(weight) if math.isfinite(weight) else 0.0
+        if len(own):
             turns.append(turn)
-    sums = {name: sum(turn[name] for turn in turns) for name in ("tokens", "abs")}
-    if turns and "recorded" in turns[0]:
-        sums["recorded"] = sum(turn["recorded"] for turn in turns)
+    names = [name for name in ("tokens", "abs", "recorded") if name in turns[0]]
+    sums: dict[str, Any] = {name: sum(turn[name] for turn in turns) for name in names}
     return {**sums, "turns": turns}
 
 
-def _sizes(values: NDArray[Any], length: int) -> NDArray[Any]:
-    """Return the sizes of a column's values, 0.0 where a value is unknown."""
-    import numpy as np
-
-    return np.abs(np.nan_to_num(fitted(np.asarray(values, np.float64), length, 0.0), posinf=0.0, neginf=0.0))
-
-
-def _row(group: Group, episode: Episode, sequence: SequenceRecord) -> TrainingRow:
+def _sized_row(episode: str, length: int, trained: int, episode_trained: int) -> TrainingRow:
     """Return a row with what its weight depends on: its length and the numbers of trained tokens."""
-    trained = int((sequence.mask > 0).sum())
     return TrainingRow(
-        episode=f"{group.id}/{episode.id}",
-        group=group.id,
+        episode=episode,
+        group=None,
         tokens=TokenManager(),
-        token_ids=[0] * max(2, len(sequence)),  # a lone token has no target, and no loss could take its row
+        token_ids=[0] * max(2, length),  # a lone token has no target, and no loss could take its row
         loss_mask=[],
         logprobs=[],
         versions=[],
@@ -151,7 +129,7 @@ def _row(group: Group, episode: Episode, sequence: SequenceRecord) -> TrainingRo
         spans=[],
         prompt_length=0,
         trained=trained,
-        episode_trained=sum(int((one.mask > 0).sum()) for one in episode.sequences),
+        episode_trained=episode_trained,
         episode_version=None,
     )
 

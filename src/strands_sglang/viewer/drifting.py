@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..drift import find_differences
-from ..inspection.records import Group, SequenceRecord
+from ..inspection.records import Group, TokenSequence
 from ..templates.encoder import Encoder
 from .stores import places_of, starts_of
 
@@ -49,47 +49,59 @@ def measure(groups: Sequence[Group]) -> Drifts | None:
     """Measure the drift of all exported sequences of the groups with a tokenizer; None without any."""
     import numpy as np
 
-    if not any("encoder" in group.facts for group in groups):
+    if all(group.encoder is None for group in groups):
         return None
     found = Drifts()
     number = -1
     for group in groups:
-        encoder: Encoder | None = group.facts.get("encoder")
         for episode in group.episodes:
             number += 1
-            if encoder is None:
+            if group.encoder is None:
                 continue
-            starts, length = starts_of(episode)
-            marks = np.zeros(length, np.uint8)
+            starts = starts_of(episode.turns)
+            marks = np.zeros(sum(stop - start for start, _, stop in starts.values()), np.uint8)
             for at, sequence in enumerate(episode.sequences):
-                ids = [int(token_id) for token_id in episode.column(sequence, "ids")]
-                again = encoder.encode(encoder.decode(ids))
-                places = places_of(sequence, starts)
-                found.all += len(ids)
-                found.sequences += 1
-                for difference in find_differences(ids, again, encoder):
-                    start, stop, again_start, again_stop = difference
-                    found.tokens += stop - start
-                    marks[places[start:stop]] = 1
-                    if len(found.rows) >= MOST_ROWS:
-                        found.cut = True
-                        continue
-                    found.rows.append(
-                        {
-                            "episode": number,
-                            "sequence": at,
-                            "position": start,
-                            "cause": _cause(sequence, start, stop),
-                            "recorded": _named(ids[start:stop], encoder),
-                            "again": _named(again[again_start:again_stop], encoder),
-                        }
-                    )
+                _add(
+                    found,
+                    marks,
+                    places_of(sequence, starts),
+                    sequence,
+                    group.encoder,
+                    {"episode": number, "sequence": at},
+                )
             if marks.any():
                 found.marks[number] = marks
     return found
 
 
-def _cause(sequence: SequenceRecord, start: int, stop: int) -> str:
+def _add(
+    found: Drifts,
+    marks: NDArray[Any],
+    places: NDArray[Any],
+    sequence: TokenSequence,
+    encoder: Encoder,
+    at: dict[str, Any],
+) -> None:
+    ids = sequence.column("ids").tolist()
+    again = encoder.encode(encoder.decode(ids))
+    found.all += len(ids)
+    found.sequences += 1
+    for start, stop, again_start, again_stop in find_differences(ids, again, encoder):
+        found.tokens += stop - start
+        marks[places[start:stop]] = 1
+        found.cut = found.cut or len(found.rows) >= MOST_ROWS
+        if not found.cut:
+            row = {
+                **at,
+                "position": start,
+                "cause": _cause(sequence, start, stop),
+                "recorded": _named(ids[start:stop], encoder),
+                "again": _named(again[again_start:again_stop], encoder),
+            }
+            found.rows.append(row)
+
+
+def _cause(sequence: TokenSequence, start: int, stop: int) -> str:
     """Return where a stretch is, as in `strands_sglang.drift.CAUSES`."""
     for step in sequence.steps:
         if step.start <= start and stop <= step.sampled:

@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from ..inspection.records import Finding, Group
+from ..inspection.records import Finding, Group, count_tokens, turns_of
 from .blocks import Blocks
 from .payload import page_index
 from .stores import short_name
@@ -89,9 +89,7 @@ def check_size(groups: Sequence[Group]) -> None:
     Raises:
         PageTooLargeError: They hold more tokens than a page can show.
     """
-    tokens = sum(
-        len(turn.prompt) + len(turn.sampled) for group in groups for episode in group.episodes for turn in episode.turns
-    )
+    tokens = count_tokens(turns_of(groups))
     if tokens > MOST_TOKENS:
         raise PageTooLargeError(
             f"the files hold {tokens:,} tokens, more than the {MOST_TOKENS:,} that a page can show: name fewer files"

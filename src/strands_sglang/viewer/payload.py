@@ -7,15 +7,22 @@ of turns, each with the number of its sampled tokens that the sequence has. All 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..inspection.records import Episode, Finding, Group, SequenceRecord, TurnRecord, Writer
+import numpy as np
+
+from ..inspection.records import Finding, Group, Inspected, Step, Writer, halves, steps_to
+from ..inspection.texts import writers_of
+from ..messages.content import Picture
+from ..terminal import counted
+from ..trajectory.turn import Turn, TurnStatus
 from .audit import advantages_of, audit_credit
 from .blocks import Blocks
 from .drifting import measure
-from .stores import fitted, places_of, short_name, starts_of
+from .stores import Starts, numbered, places_of, short_name, starts_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,8 +44,6 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
         findings: What the doctor found; None if nothing was examined.
         blocks: Where the values go.
     """
-    import numpy as np
-
     page = _Page(blocks)
     drift = measure(groups)
     entries: list[dict[str, Any]] = []
@@ -48,7 +53,7 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
     for number, group in enumerate(groups):
         # Groups of several steps have the same names.
         name = f"{group.id} of {short_name(group.file)}" if len(named) > 1 and group.file in named else group.id
-        listed.append({"name": name, "file": group.file, "episodes": [], "note": _notes(group.problems)})
+        listed.append({"name": name, "file": group.file, "episodes": [], "note": ""})
         advantages = advantages_of(group)
         for episode in group.episodes:
             numbers[(group.file, group.id, episode.id)] = len(entries)
@@ -93,56 +98,64 @@ class _Page:
         self.vocabulary: dict[tuple[int, bytes | None], int] = {}
         self.versions: dict[str, int] = {}
         self.whys: dict[str, int] = {}
-        self.ranges: dict[str, float] = {"advantage": 0.0, "gap": 0.0, "entropy": 0.0}
+        self.ranges: dict[str, float] = {"advantage": 0.0, "gap": 0.0}
         self.left_out = 0
-        self._experts = 0
+        self._held_experts = 0
         self._image_bytes = 0
 
     def episode(
-        self, group: Group, episode: Episode, advantages: Mapping[int, float] | None, drifted: NDArray[Any] | None
+        self, group: Group, episode: Inspected, advantage: float | None, drifted: NDArray[Any] | None
     ) -> dict[str, Any]:
         """Add an episode, and return its entry in the index."""
-        import numpy as np
-
-        starts, length = starts_of(episode)
-        sequences = [_sequence(episode, sequence, at) for at, sequence in enumerate(episode.sequences)]
-        sequences += _other_sequences(episode)
+        starts = starts_of(episode.turns)
+        positions = {id(turn): position for position, turn in enumerate(episode.turns)}
         columns = self._turn_columns(group, episode)
-        columns.update(self._sequence_columns(episode, starts, length, advantages))
+        columns.update(self._sequence_columns(episode, starts, columns["logprob"], advantage))
         columns["why"] = self._whys(episode)
         if drifted is not None:
             columns["drift"] = drifted
+        branchings = _branchings(episode.turns)
         body: dict[str, Any] = {
-            "turns": [self._turn(group, turn, start) for turn, start in zip(episode.turns, starts, strict=True)],
-            "sequences": sequences,
-            "said": [[part.role, part.kind, part.text, part.name] for part in episode.said],
+            "turns": [
+                self._turn(
+                    group,
+                    turn,
+                    starts[id(turn)],
+                    positions,
+                    branchings[id(turn)],
+                    episode.end.turn_rewards.get(turn.index),
+                )
+                for turn in episode.turns
+            ],
+            "sequences": [
+                {"name": name, "steps": numbered(steps, positions)} for name, steps in _shown_sequences(episode)
+            ],
+            "said": [part[:4] for part in episode.said],
         }
-        routed = self._routing(episode, length)
+        routed = self._routing(episode)
         if routed is not None:
             columns["routed"], rows = routed
             body["routing"] = {"rows": self.blocks.array(rows.reshape(-1)), "width": int(rows.shape[1])}
-        trained = int((columns["trains"] > 0).sum())
         packed = {name: self.blocks.array(values) for name, values in columns.items()}
         own = columns["advantage"][columns["trains"] > 0]
-        own = own[~np.isnan(own)]
+        own = own[np.isfinite(own)]
+        end = episode.end
+        notes = [
+            episode.left_out and f"left out: {episode.left_out}",
+            end.reward_error and f"no reward: {end.reward_error}",
+            end.error,
+            *(why for _, why in episode.problems),
+        ]
+        length = len(columns["token"])
         return {
             "id": episode.id,
-            "outcome": episode.outcome,
-            "reward": _finite(episode.reward),
-            "advantage": _finite(own[0]) if len(own) and (own == own[0]).all() else None,
-            "note": "; ".join(
-                part
-                for part in (
-                    episode.left_out and f"left out: {episode.left_out}",
-                    episode.reward_error and f"no reward: {episode.reward_error}",
-                    episode.error,
-                    _notes(episode.problems),
-                )
-                if part
-            ),
+            "outcome": end.outcome,
+            "reward": _finite(end.reward),
+            "advantage": float(own[0]) if len(own) and (own == own[0]).all() else None,
+            "note": "; ".join(note for note in notes if note),
             "turns": len(episode.turns),
             "tokens": length,
-            "trained": trained,
+            "trained": int((columns["trains"] > 0).sum()),
             "seconds": _finite(episode.seconds),
             "length": length,
             "body": self.blocks.json(body),
@@ -151,8 +164,6 @@ class _Page:
 
     def _entries(self, group: Group, ids: NDArray[Any]) -> NDArray[Any]:
         """Return the positions of ids in the table of the vocabulary."""
-        import numpy as np
-
         known, places = np.unique(ids, return_inverse=True)
         table = np.zeros(len(known), np.int64)
         for i, token_id in enumerate(known.tolist()):
@@ -160,91 +171,51 @@ class _Page:
             table[i] = self.vocabulary.setdefault(key, len(self.vocabulary))
         return table[places]
 
-    def _turn_columns(self, group: Group, episode: Episode) -> dict[str, NDArray[Any]]:
+    def _turn_columns(self, group: Group, episode: Inspected) -> dict[str, NDArray[Any]]:
         """Return the columns that the turns record."""
-        import numpy as np
-
-        parts = [
-            (tokens, is_sampled) for turn in episode.turns for tokens, is_sampled in _halves(turn) if len(tokens.ids)
-        ]
-
-        def joined(name: str, fill: float) -> NDArray[Any]:
-            column = [getattr(tokens, name) for tokens, _ in parts]
-            return np.concatenate(
-                [np.zeros(0)]
-                + [
-                    np.full(len(tokens.ids), fill) if values is None else fitted(values, len(tokens.ids), fill)
-                    for (tokens, _), values in zip(parts, column, strict=True)
-                ]
-            )
-
-        ids = np.concatenate([np.zeros(0, np.int64), *(tokens.ids for tokens, _ in parts)])
-        versions = [np.zeros(len(tokens.ids), np.uint32) for tokens, _ in parts]
-        for column, (tokens, _) in zip(versions, parts, strict=True):
-            for version, start, stop in tokens.versions:
-                column[start:stop] = self.versions.setdefault(str(version), len(self.versions)) + 1
-        sampled = [np.full(len(tokens.ids), is_sampled, np.uint8) for tokens, is_sampled in parts]
-        is_sampled = np.concatenate([np.zeros(0, np.uint8), *sampled])
-        writers = joined("writers", np.nan)
-        writers = np.where(np.isnan(writers), np.where(is_sampled > 0, Writer.MODEL, Writer.PROMPT), writers)
+        versions = [np.zeros(0, np.uint32)]
+        for turn in episode.turns:
+            column = np.zeros(len(turn.prompt_ids) + len(turn.output_ids), np.uint32)
+            for version, start, stop in () if turn.generation is None else turn.generation.weight_versions:
+                number = self.versions.setdefault(version, len(self.versions)) + 1
+                column[len(turn.prompt_ids) :][start:stop] = number
+            versions.append(column)
+        writers = [writers_of(turn, group.vocabulary) for turn in episode.turns]
+        writer = np.concatenate([np.zeros(0, np.uint8), *writers])
         columns = {
-            "token": self._entries(group, ids),
-            "sampled": is_sampled,
-            "writer": writers.astype(np.uint8),
-            "logprob": joined("logprobs", np.nan),
-            "entropy": joined("entropy", np.nan),
-            "kept": joined("kept_counts", np.nan),
+            "token": self._entries(group, _column(episode, "ids").astype(np.int64)),
+            "sampled": (writer == Writer.MODEL).astype(np.uint8),
+            "writer": writer,
+            "logprob": _column(episode, "logprobs"),
+            "kept": _column(episode, "kept_counts"),
         }
-        if any(tokens.versions for tokens, _ in parts):
-            columns["version"] = np.concatenate([np.zeros(0, np.uint32), *versions])
-        self.ranges["entropy"] = max(self.ranges["entropy"], _largest(columns["entropy"]))
+        if any(column.any() for column in versions):
+            columns["version"] = np.concatenate(versions)
         return columns
 
     def _sequence_columns(
-        self, episode: Episode, starts: Sequence[tuple[int, int, int]], length: int, given: Mapping[int, float] | None
+        self, episode: Inspected, starts: Starts, logprobs: NDArray[Any], advantage: float | None
     ) -> dict[str, NDArray[Any]]:
         """Return the columns that belong to the sequences, each value at the token that it is for."""
-        import numpy as np
-
-        floats = {name: np.full(length, np.nan) for name in ("advantage", "weight", "trainer_logprob", "row_logprob")}
-        trains = np.zeros(length, np.uint16)
-        times = np.zeros(length, np.uint16)
+        length = len(logprobs)
+        names = {"advantage": "advantages", "trainer_logprob": "trainer_logprobs", "row_logprob": "logprobs"}
+        floats = {name: np.full(length, np.nan) for name in (*names, "weight")}
+        trains, times = np.zeros(length, np.uint16), np.zeros(length, np.uint16)
         for number, sequence in enumerate(episode.sequences):
-            places = places_of(sequence, starts)
-            mask = fitted(np.asarray(sequence.mask), len(places), 0) > 0
-            sources = {
-                "advantage": sequence.advantages,
-                "weight": sequence.weights,
-                "trainer_logprob": sequence.trainer_logprobs,
-                "row_logprob": sequence.row.get("logprobs"),
-            }
-            if sequence.advantages is None and given is not None:
-                sources["advantage"] = np.concatenate(
-                    [np.zeros(0), *(np.full(s.stop - s.start, given.get(s.turn, np.nan)) for s in sequence.steps)]
-                )
+            places, mask = places_of(sequence, starts), sequence.mask > 0
             chosen = places[mask]
-            for name, values in sources.items():
+            for name, of_row in names.items():
+                values = sequence.given(of_row)
                 if values is not None:
-                    floats[name][chosen] = fitted(np.asarray(values, np.float64), len(places), np.nan)[mask]
+                    floats[name][chosen] = values[mask]
+            if sequence.given("advantages") is None and advantage is not None:
+                floats["advantage"][chosen] = advantage
+            if sequence.row is not None and sequence.row.loss_weight is not None:
+                floats["weight"][chosen] = sequence.row.loss_weight
             np.add.at(times, chosen, 1)
-            first = chosen[trains[chosen] == 0]
-            trains[first] = number + 1
-        logprobs = np.concatenate(
-            [
-                np.zeros(0),
-                *(
-                    np.full(len(tokens.ids), np.nan)
-                    if tokens.logprobs is None
-                    else fitted(tokens.logprobs, len(tokens.ids), np.nan)
-                    for turn in episode.turns
-                    for tokens, _ in _halves(turn)
-                ),
-            ]
-        )
-        if (
-            np.allclose(floats["row_logprob"], logprobs, rtol=0, atol=1e-6, equal_nan=True)
-            or np.isclose(floats["row_logprob"][trains > 0], logprobs[trains > 0], rtol=0, atol=1e-6).all()
-        ):
+            trains[chosen[trains[chosen] == 0]] = number + 1
+        is_trained = trains > 0
+        if np.isclose(floats["row_logprob"], logprobs, rtol=0, atol=1e-6, equal_nan=True)[is_trained].all():
             del floats["row_logprob"]  # as recorded when they were sampled
         self.ranges["advantage"] = max(self.ranges["advantage"], _largest(floats["advantage"]))
         self.ranges["gap"] = max(self.ranges["gap"], _largest(floats["trainer_logprob"] - logprobs))
@@ -253,74 +224,78 @@ class _Page:
             columns["times"] = times
         return columns
 
-    def _whys(self, episode: Episode) -> NDArray[Any]:
+    def _whys(self, episode: Inspected) -> NDArray[Any]:
         """Return why each token would not be trained, as positions in the table of reasons."""
-        import numpy as np
+        shown: set[int] = set()
+        for sequence in episode.sequences:
+            shown.update(id(step.turn) for step in sequence.steps)
+        parts = [np.zeros(0, np.uint16)]
+        for turn in episode.turns:
+            reason = _why_untrained(episode, turn, id(turn) in shown)
+            for why, ids in (("the model did not sample it", turn.prompt_ids), (reason, turn.output_ids)):
+                parts.append(np.full(len(ids), self.whys.setdefault(why, len(self.whys)), np.uint16))
+        return np.concatenate(parts)
 
-        shown = {step.turn for sequence in episode.sequences for step in sequence.steps}
-        parts = []
-        for position, turn in enumerate(episode.turns):
-            reason = _why_untrained(episode, turn, position in shown)
-            for tokens, is_sampled in _halves(turn):
-                why = reason if is_sampled else "the model did not sample it"
-                parts.append(np.full(len(tokens.ids), self.whys.setdefault(why, len(self.whys)), np.uint16))
-        return np.concatenate([np.zeros(0, np.uint16), *parts])
-
-    def _routing(self, episode: Episode, length: int) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    def _routing(self, episode: Inspected) -> tuple[NDArray[Any], NDArray[Any]] | None:
         """Return for each token the number of its row of routed experts, from 1, and the rows."""
-        import numpy as np
-
-        rows = []
-        routed = np.zeros(length, np.uint32)
-        at, count, width = 0, 0, None
-        for position, turn in enumerate(episode.turns):
-            own = len(turn.prompt) + len(turn.sampled)
-            experts = turn.sampled.experts
-            if experts is not None and experts.ndim == 2 and width in (None, experts.shape[1]):
-                before = episode.steps(position)[-1].start
-                part = experts[before : before + own]
-                routed[at : at + len(part)] = np.arange(count + 1, count + 1 + len(part))
-                rows.append(np.maximum(part, 0))
-                count, width = count + len(part), experts.shape[1]
-            at += own
-        if not rows or width is None or self._experts + count * width > MOST_EXPERTS:
+        rows, routed = [], [np.zeros(0, np.uint32)]
+        count, width = 0, None
+        for turn in episode.turns:
+            own = np.zeros(len(turn.prompt_ids) + len(turn.output_ids), np.uint32)
+            routed.append(own)
+            experts = _experts(turn)
+            if experts is not None and width in (None, experts.shape[1]):
+                own[: len(experts)] = np.arange(count + 1, count + 1 + len(experts[: len(own)]))
+                rows.append(experts[: len(own)])
+                count, width = count + len(rows[-1]), experts.shape[1]
+        if width is None or self._held_experts + count * width > MOST_EXPERTS:
             return None
-        self._experts += count * width
-        return routed, np.concatenate(rows)
+        self._held_experts += count * width
+        return np.concatenate(routed), np.concatenate(rows)
 
-    def _turn(self, group: Group, turn: TurnRecord, start: tuple[int, int, int]) -> dict[str, Any]:
+    def _turn(
+        self,
+        group: Group,
+        turn: Turn,
+        start: tuple[int, int, int],
+        positions: Mapping[int, int],
+        branching: str,
+        reward: float | None,
+    ) -> dict[str, Any]:
+        answer = turn.generation
         return {
-            "number": turn.number,
-            "parent": turn.parent,
-            "branching": turn.branching.value,
+            "number": turn.index,
+            "parent": None if turn.parent is None else positions[id(turn.parent)],
+            "branching": branching,
             "reason": turn.reason,
-            "status": turn.status,
-            "note": "; ".join(part for part in (turn.note, _notes(turn.problems)) if part),
+            "status": turn.status.value,
+            "note": turn.note,
             "failure": turn.failure,
             "agent": turn.agent,
             "auxiliary": turn.is_auxiliary,
-            "constrained": turn.is_constrained,
-            "resumed": turn.is_resumed,
+            "constrained": turn.constrained,
+            "resumed": answer is not None and bool(answer.resumed_ids),
             "waits": turn.waits_to_go_on,
             "clamped": turn.clamped,
-            "finish": turn.finish,
+            "finish": None if answer is None else answer.finish_type,
             "prompt": start[:2],
             "sampled": start[1:],
-            "cached": turn.cached_tokens,
-            "asked": turn.prompt_tokens,
-            "seconds": _finite(turn.seconds),
-            "reward": _finite(turn.reward),
+            "cached": None if answer is None else answer.cached_tokens,
+            "asked": None if answer is None else answer.prompt_tokens,
+            "seconds": None if answer is None else _finite(answer.latency_s),
+            "reward": _finite(reward),
             "said": _said(group, turn),
-            "images": [self._image(image) for image in turn.images],
+            "images": [] if turn.images is None else [self._image(picture) for picture in turn.images.pictures],
         }
 
-    def _image(self, image: Any) -> dict[str, Any]:
-        kind = str(image.format).lower().removeprefix("image/").replace("jpg", "jpeg")
-        if kind not in _IMAGE_FORMATS or self._image_bytes + len(image.data) > MOST_IMAGE_BYTES:
+    def _image(self, picture: Picture) -> dict[str, Any]:
+        kind = str(picture.format).lower().removeprefix("image/").replace("jpg", "jpeg")
+        where = str(picture.where)
+        if kind not in _IMAGE_FORMATS or self._image_bytes + len(picture.data) > MOST_IMAGE_BYTES:
             self.left_out += 1
-            return {"format": kind, "where": image.where}
-        self._image_bytes += len(image.data)
-        return {"at": self.blocks.file(image.data), "format": kind, "where": image.where}
+            return {"format": kind, "where": where}
+        self._image_bytes += len(picture.data)
+        return {"at": self.blocks.file(picture.data), "format": kind, "where": where}
 
 
 class _Places:
@@ -328,7 +303,7 @@ class _Places:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups: dict[tuple[str, str], int] = {}
-        self._episodes: list[Episode] = []
+        self._episodes: list[Inspected] = []
         self._numbers: dict[tuple[str, str, str], int] = {}
         for number, group in enumerate(groups):
             self._groups.setdefault((group.file, group.id), number)
@@ -340,110 +315,115 @@ class _Places:
 
     def finding(self, finding: Finding) -> dict[str, Any]:
         """Return a finding with the episode, sequence, turn and token at which the page opens."""
-        group = None if finding.group is None else self._groups.get((finding.file, finding.group))
         number = self._numbers.get((finding.file, finding.group or "", finding.episode or ""))
-        place: dict[str, Any] = {"sequence": finding.sequence, "position": None, "token": finding.token}
+        sequence, position, token = finding.sequence, None, finding.token
         if number is not None:
             episode = self._episodes[number]
-            position = next((i for i, turn in enumerate(episode.turns) if turn.number == finding.turn), None)
-            place["position"] = position
-            if finding.sequence is None and position is not None:
-                steps = [(at, step) for at, one in enumerate(episode.sequences) for step in one.steps]
-                steps += [(at, step) for at, step in _other_steps(episode)]
-                at, step = next(((at, step) for at, step in steps if step.turn == position), (None, None))
-                place["sequence"] = at
-                if finding.token is not None and step is not None:
-                    place["token"] = step.sampled + finding.token
+            position = next((at for at, turn in enumerate(episode.turns) if turn.index == finding.turn), None)
+            if sequence is None and position is not None:
+                turn = episode.turns[position]
+                for at, (_, steps) in enumerate(_shown_sequences(episode)):
+                    step = next((step for step in steps if step.turn is turn), None)
+                    if step is not None:
+                        sequence, token = at, None if token is None else step.sampled + token
+                        break
+        is_placed = finding.episode is not None or finding.group is not None
         return {
             "title": finding.kind.replace("_", " ").replace("-", " "),
             "why": finding.why,
-            "where": finding.where.removeprefix(f"{finding.file}, ")
-            if finding.episode or finding.group
-            else finding.file,
-            "group": group,
+            "where": finding.where.removeprefix(f"{finding.file}, ") if is_placed else finding.file,
+            "group": None if finding.group is None else self._groups.get((finding.file, finding.group)),
             "episode": number,
             "turn": finding.turn,
             "count": finding.count,
-            **place,
+            "sequence": sequence,
+            "position": position,
+            "token": token,
         }
 
 
-def _halves(turn: TurnRecord) -> tuple[tuple[Any, bool], tuple[Any, bool]]:
-    return (turn.prompt, False), (turn.sampled, True)
+def _column(episode: Inspected, name: str) -> NDArray[Any]:
+    """Return a column of all turns."""
+    parts = [np.zeros(0)]
+    for turn in episode.turns:
+        parts += halves(turn, name)
+    return np.concatenate(parts)
 
 
-def _sequence(episode: Episode, sequence: SequenceRecord, at: int) -> dict[str, Any]:
-    trained = int((sequence.mask > 0).sum())
-    turns = f"{len(sequence.steps)} turn{'s' if len(sequence.steps) != 1 else ''}"
-    name = f"Sequence {at}: {turns}, {trained:,} of {len(sequence):,} tokens trained"
-    return {"name": name, "steps": [[step.turn, step.stop - step.sampled] for step in sequence.steps]}
+def _experts(turn: Turn) -> NDArray[Any] | None:
+    """Return the routed experts of a turn's own tokens; None if they are not recorded, or damaged."""
+    if turn.generation is None or turn.generation.routed_experts is None:
+        return None
+    try:
+        return turn.generation.expert_ids(turn.prompt_tokens - len(turn.prompt_ids))
+    except ValueError:  # rows are missing, which the doctor finds
+        return None
 
 
-def _other_leaves(episode: Episode) -> list[int]:
-    """Return the last turns of the paths that no exported sequence shows: discarded, failed and auxiliary calls."""
-    shown = {step.turn for sequence in episode.sequences for step in sequence.steps}
-    inner = {turn.parent for position, turn in enumerate(episode.turns) if position not in shown}
-    return [position for position in range(len(episode.turns)) if position not in shown and position not in inner]
+def _branchings(turns: Sequence[Turn]) -> dict[int, str]:
+    """Return how each turn is attached, by its `id`: it opens a sequence, extends one, or forks."""
+    extended: set[int] = set()
+    names = {}
+    for turn in turns:
+        if turn.parent is None:
+            names[id(turn)] = "opens"
+            continue
+        is_fork = turn.parent_kept is not None or id(turn.parent) in extended
+        names[id(turn)] = "forks" if is_fork else "extends"
+        if turn.is_answered:
+            extended.add(id(turn.parent))
+    return names
 
 
-def _other_steps(episode: Episode) -> list[tuple[int, Any]]:
-    first = len(episode.sequences)
-    return [(first + i, step) for i, leaf in enumerate(_other_leaves(episode)) for step in episode.steps(leaf)]
+def _shown_sequences(episode: Inspected) -> list[tuple[str, Sequence[Step]]]:
+    """Return the names and steps of the exported sequences, then those of the other paths."""
+    shown: list[tuple[str, Sequence[Step]]] = []
+    for at, sequence in enumerate(episode.sequences):
+        trained = int((sequence.mask > 0).sum())
+        turns = counted(len(sequence.steps), "turn")
+        name = f"Sequence {at}: {turns}, {trained:,} of {len(sequence):,} tokens trained"
+        shown.append((name, sequence.steps))
+    for leaf in episode.other_leaves():
+        kind = "auxiliary" if leaf.is_auxiliary else leaf.status.value
+        steps = steps_to(leaf)
+        shown.append((f"Not trained ({kind}): up to turn {leaf.index}, {steps[-1].stop:,} tokens", steps))
+    return shown
 
 
-def _other_sequences(episode: Episode) -> list[dict[str, Any]]:
-    others = []
-    for leaf in _other_leaves(episode):
-        turn = episode.turns[leaf]
-        kind = "auxiliary" if turn.is_auxiliary else turn.status or "other"
-        steps = episode.steps(leaf)
-        name = f"Not trained ({kind}): up to turn {turn.number}, {steps[-1].stop:,} tokens"
-        others.append({"name": name, "steps": [[step.turn, step.stop - step.sampled] for step in steps]})
-    return others
-
-
-def _why_untrained(episode: Episode, turn: TurnRecord, is_shown: bool) -> str:
-    if turn.is_discarded:
-        return f"the agent threw the answer away{f': {turn.note}' if turn.note else ''}"
-    if turn.is_constrained:
+def _why_untrained(episode: Inspected, turn: Turn, is_shown: bool) -> str:
+    if turn.status is TurnStatus.DISCARDED:
+        return "the agent threw the answer away" + (f": {turn.note}" if turn.note else "")
+    if turn.constrained:
         return "a grammar constrained it, so it is off-policy"
     if turn.is_auxiliary:
         return "an auxiliary call is not part of the rollout"
-    if episode.left_out:
+    if episode.left_out is not None:
         return f"the episode is left out: {episode.left_out}"
     return "its loss mask is 0" if is_shown else "no exported sequence holds it"
 
 
 def _largest(values: NDArray[Any]) -> float:
     """Return the size below which nearly all values are, 0.0 without any."""
-    import numpy as np
-
     known = np.abs(values[np.isfinite(values)])
     return float(np.quantile(known, 0.999)) if len(known) else 0.0
 
 
 def _finite(value: float | None) -> float | None:
-    import math
-
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-def _notes(problems: Sequence[tuple[str, str]]) -> str:
-    return "; ".join(why for _, why in problems)
-
-
-def _said(group: Group, turn: TurnRecord) -> list[list[str]]:
+def _said(group: Group, turn: Turn) -> list[list[str]]:
     """Return the messages of a turn; where the file has none, the text of its tokens."""
-    said = [[part.role, part.kind, part.text, part.name] for part in turn.said]
-    answered = [[part.role, part.kind, part.text, part.name] for part in turn.answered]
-    for role, kind, tokens, parts in (
-        ("prompt", "raw", turn.prompt, said),
-        ("assistant", "text", turn.sampled, answered),
+    shown: list[list[str]] = []
+    for role, kind, ids, parts in (
+        ("prompt", "raw", turn.prompt_ids, turn.said),
+        ("assistant", "text", turn.output_ids, turn.answered),
     ):
-        if not parts and group.vocabulary and len(tokens):
-            content = b"".join(group.vocabulary.get(token_id, b"") for token_id in tokens.ids.tolist())
-            parts.append([role, kind, content.decode("utf-8", "replace"), ""])
-    return said + answered
+        shown += [list(part[:4]) for part in parts]
+        if not parts and group.vocabulary and ids:
+            content = b"".join(group.vocabulary.get(token_id, b"") for token_id in ids)
+            shown.append([role, kind, content.decode("utf-8", "replace"), ""])
+    return shown
 
 
 def _text(content: bytes | None) -> str | list[int] | None:

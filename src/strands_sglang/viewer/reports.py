@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TypedDict
 
 from ..inspection.reading import read
-from ..inspection.records import Group
+from ..inspection.records import Group, count_tokens, turns_of
 from .page import PageTooLargeError, check_size
 
 
@@ -102,11 +103,11 @@ def read_episodes(paths: Iterable[Path]) -> tuple[list[list[Group]], int]:
     """
     groups = [read([path]) for path in paths]
     try:
-        check_size([group for those in groups for group in those])
+        check_size(list(chain(*groups)))
     except PageTooLargeError:
-        tokens = 0
-        for episode in (episode for those in groups for group in those for episode in group.episodes):
-            tokens += sum(len(turn.prompt) + len(turn.sampled) for turn in episode.turns)
-            episode.turns, episode.sequences = [], []
+        tokens = count_tokens(turns_of(chain(*groups)))
+        for group in chain(*groups):
+            for episode in group.episodes:
+                episode.turns, episode.sequences = [], []
         return groups, tokens
     return groups, 0

@@ -14,6 +14,7 @@ from strands_sglang.cli import main
 from strands_sglang.inspection.doctor import findings
 from strands_sglang.inspection.reading import UnreadableError, read
 from strands_sglang.inspection.records import Writer
+from strands_sglang.inspection.texts import writers_of
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call, make_agent
 from support.environments import Gives, StubEnvironment, tasks
@@ -29,10 +30,10 @@ def test_a_trajectory_is_read_with_its_turns_and_sequences(rollout, tmp_path):
     (episode,) = group.episodes
     (sequence,) = episode.sequences
     (exact,) = model.trajectory.sequences()
-    assert episode.column(sequence, "ids").tolist() == exact.token_ids
+    assert sequence.column("ids").tolist() == exact.token_ids
     assert sequence.mask.tolist() == exact.loss_mask
-    assert [turn.branching.value for turn in episode.turns] == ["opens", "extends"]
-    sampled = np.concatenate([turn.sampled.logprobs for turn in episode.turns]).tolist()
+    assert [step.turn for step in sequence.steps] == episode.turns
+    sampled = sequence.column("logprobs")[sequence.is_sampled()].tolist()
     assert sampled == [value for value, mask in zip(exact.logprobs, exact.loss_mask, strict=True) if mask]
 
 
@@ -65,12 +66,12 @@ def test_a_training_step_is_read_with_its_rows(rollout, tmp_path):
     (group,) = read([tmp_path])
 
     assert [episode.id for episode in group.episodes] == ["e0", "e1"]
-    assert [episode.reward for episode in group.episodes] == [1.0, 0.0]
+    assert [episode.end.reward for episode in group.episodes] == [1.0, 0.0]
     for episode, row in zip(group.episodes, rows, strict=True):
         (sequence,) = episode.sequences
-        assert episode.column(sequence, "ids").tolist() == row.token_ids
+        assert sequence.column("ids").tolist() == row.token_ids
         assert sequence.mask.tolist() == row.loss_mask
-        assert sequence.advantages.tolist() == row.advantages
+        assert sequence.given("advantages").tolist() == row.advantages
 
 
 def test_each_token_of_a_prompt_has_its_writer(rollout, tmp_path):
@@ -83,7 +84,7 @@ def test_each_token_of_a_prompt_has_its_writer(rollout, tmp_path):
     (episode,) = group.episodes
     written = {writer: b"" for writer in Writer}
     for turn in episode.turns:
-        for token_id, writer in zip(turn.prompt.ids.tolist(), turn.prompt.writers.tolist(), strict=True):
+        for token_id, writer in zip(turn.prompt_ids, writers_of(turn, group.vocabulary).tolist(), strict=False):
             written[Writer(writer)] += group.vocabulary[token_id]
     assert b"Be brief." in written[Writer.SYSTEM] and b"What is 2+2?" in written[Writer.USER]
     assert written[Writer.TOOL].strip() == b"Unknown tool: calculator" and b"<|im_start|>" in written[Writer.TEMPLATE]
@@ -106,7 +107,7 @@ async def test_an_evaluation_is_read_by_prompt(tmp_path, chatml_tokenizer):
 
     assert (group.id, group.kind, len(group.episodes)) == ("sum", "evaluation", 2)
     for episode in group.episodes:
-        assert (episode.reward, episode.outcome) == (0.5, "task_complete")
+        assert (episode.end.reward, episode.end.outcome) == (0.5, "task_complete")
         assert [part.text for part in episode.said] == ["What is 2+2?", "four"]
         assert episode.turns[0].text.startswith("four")
 
@@ -145,8 +146,8 @@ def test_a_rollout_dump_of_slime_is_read(tmp_path):
 
     (episode,) = group.episodes
     (sequence,) = episode.sequences
-    assert (group.id, episode.id, episode.reward) == ("3", "7", 1.0)
-    assert [turn.sampled.ids.tolist() for turn in episode.turns] == [[3, 4], [6, 7]]
+    assert (group.id, episode.id, episode.end.reward) == ("3", "7", 1.0)
+    assert [turn.output_ids.tolist() for turn in episode.turns] == [[3, 4], [6, 7]]
     assert sequence.mask.tolist() == [0, 0, 1, 1, 0, 1, 1]
 
 

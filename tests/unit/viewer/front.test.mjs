@@ -111,7 +111,7 @@ test("packed arrays are read back", async () => {
   assert.equal(await store.get(undefined), null);
 });
 
-const page = { writers: ["prompt", "model"], versions: ["11", "12"], whys: ["the model did not sample it", "its loss mask is 0"], ranges: { advantage: 2, gap: 0.1, entropy: 3 } };
+const page = { writers: ["prompt", "model"], versions: ["11", "12"], whys: ["the model did not sample it", "its loss mask is 0"], ranges: { advantage: 2, gap: 0.1 } };
 const body = {
   turns: [
     { number: 4, prompt: [0, 2], sampled: [2, 5], parent: null, branching: "opens", status: "committed", reason: "opens the first sequence" },

@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import zlib
+from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +16,14 @@ import pytest
 
 from strands_sglang import cli
 from strands_sglang.credit import LOSSES
+from strands_sglang.inspection.formats.trajectories import inspect
 from strands_sglang.inspection.reading import read
-from strands_sglang.inspection.records import Episode, Finding, Group, Tokens, TurnRecord
+from strands_sglang.inspection.records import Finding, Group, Inspected, halves
+from strands_sglang.protocol.generation import Generation
+from strands_sglang.reasons import Reason
 from strands_sglang.templates.encoder import get_encoder
+from strands_sglang.trajectory.trajectory import EpisodeEnd, Trajectory
+from strands_sglang.trajectory.turn import Turn, TurnStatus
 from strands_sglang.viewer import PageTooLargeError, page as page_module, render
 from support import written_episodes as written
 
@@ -63,12 +70,13 @@ def test_the_logic_of_the_front_end():
 def test_every_token_has_its_text_and_values(jars):
     group = written.group_of_jars()
     for number, episode in enumerate(group.episodes):
-        parts = [tokens for turn in episode.turns for tokens in (turn.prompt, turn.sampled)]
+        ids, logprobs = (
+            np.concatenate([half for turn in episode.turns for half in halves(turn, name)])
+            for name in ("ids", "logprobs")
+        )
         shown = [jars.vocabulary[entry] for entry in jars.column(number, "token")]
-        ids = np.concatenate([part.ids for part in parts])
         assert [token_id for token_id, _ in shown] == ids.tolist()
         assert "".join(text for _, text in shown).encode() == b"".join(group.vocabulary[i] for i in ids.tolist())
-        logprobs = np.concatenate([np.full(len(p), np.nan) if p.logprobs is None else p.logprobs for p in parts])
         np.testing.assert_allclose(jars.column(number, "logprob"), logprobs, rtol=2**-15, equal_nan=True)
 
 
@@ -86,7 +94,7 @@ def test_a_token_trained_twice_is_counted():
     page = Page(render([group], []))
     first = group.episodes[3].turns[0]
     times = page.column(3, "times")
-    assert set(times[len(first.prompt) : len(first.prompt) + len(first.sampled)]) == {2}
+    assert set(times[len(first.prompt_ids) :][: len(first.output_ids)]) == {2}
     assert times.max() == 2
 
 
@@ -125,8 +133,8 @@ def test_a_finding_leads_to_its_token():
         for at, kept in steps:
             if at == turn:
                 break
-            before += len(episode.turns[at].prompt) + kept
-        assert one["token"] == before + len(episode.turns[turn].prompt) + token
+            before += len(episode.turns[at].prompt_ids) + kept
+        assert one["token"] == before + len(episode.turns[turn].prompt_ids) + token
     assert (d["episode"], d["token"]) == (3, None)
     assert (e["episode"], e["group"]) == (None, 0)
     assert (f["episode"], f["group"]) == (None, None)
@@ -149,20 +157,26 @@ def test_rewards_alone_give_advantages():
     group = written.group_of_jars()
     for episode in group.episodes:
         for sequence in episode.sequences:
-            sequence.advantages = sequence.weights = None
+            sequence.row = None
     page = Page(render([group], []))
     assert [entry["advantage"] for entry in page.index["episodes"]][:3] == pytest.approx([0.375, 0.375, -0.625])
+
+
+def one_turn(prompt, sampled):
+    """An episode of one turn with these ids."""
+    answer = Generation(array("i", sampled), None, "stop")
+    turn = Turn(0, None, Reason("first"), b"", {}, (), (), array("i", prompt), generation=answer)
+    turn.status = TurnStatus.FINAL
+    episode = inspect(Trajectory.of_turns([turn]), "e")
+    episode.end = EpisodeEnd(None, 1.0)
+    return episode
 
 
 def test_drift_lists_both_ways_to_encode(chatml_tokenizer):
     whole = chatml_tokenizer.encode("hello world", add_special_tokens=False)
     apart = [token for letter in "hello world" for token in chatml_tokenizer.encode(letter, add_special_tokens=False)]
-    turn = TurnRecord(0, Tokens(np.array(whole, np.int32)), Tokens(np.array(apart, np.int32)), finish="stop")
-    episode = Episode("e", [turn], [])
-    steps = episode.steps(0)
-    mask = np.r_[np.zeros(len(whole), np.uint8), np.ones(len(apart), np.uint8)]
-    episode.sequences.append(written.SequenceRecord(steps, mask))
-    page = Page(render([Group("g", [episode], facts={"encoder": get_encoder(chatml_tokenizer)})], []))
+    group = Group("g", [one_turn(whole, apart)], encoder=get_encoder(chatml_tokenizer))
+    page = Page(render([group], []))
     drift = page.index["drift"]
     assert drift["all"] == len(whole) + len(apart)
     assert (drift["tokens"] > 0) == (whole != apart)
@@ -182,40 +196,27 @@ def test_the_page_allows_no_request_and_only_its_own_script():
     assert "pwned" not in re.sub(r"<title>[^<]*</title>", "", clear)
 
 
-def test_damaged_columns_are_cut_to_their_tokens():
-    group = written.group_of_jars()
-    [sequence] = group.episodes[0].sequences
-    sequence.advantages = sequence.advantages[:5]
-    sequence.row = {"logprobs": [0.0]}
-    group.episodes[0].turns[0].sampled.logprobs = np.zeros(3)
-    Page(render([group], []))
-
-
 def test_values_that_are_no_numbers_are_left_out():
     group = written.group_of_jars()
     for episode, value in zip(group.episodes, (float("nan"), float("inf"), -float("inf")), strict=False):
-        episode.reward = episode.seconds = episode.turns[0].seconds = value
+        episode.end, episode.seconds = EpisodeEnd(None, value), value
         for sequence in episode.sequences:
-            sequence.advantages = np.full(len(sequence), value)
-    turn = TurnRecord(0, Tokens(np.zeros(0, np.int32)), Tokens(np.zeros(1, np.int32)))
-    lone = Episode("lone", [turn], [], reward=1.0)
-    lone.sequences.append(written.SequenceRecord(lone.steps(0), np.ones(1, np.uint8), np.ones(1), np.ones(1)))
-    group.episodes.append(lone)
+            sequence.row = replace(sequence.row, advantages=[value] * len(sequence), loss_weight=value)
+    group.episodes.append(one_turn([1], [0]))
     page = Page(render([group], []))
     assert [entry["reward"] for entry in page.index["episodes"]][:4] == [None, None, None, 1.0]
     assert len(page.index["credit"]) == 1
 
 
 def test_nothing_recorded_is_a_page_too():
-    empty = Group("none", [Episode("e", [], [])], file="f")
+    empty = Group("none", [Inspected("e", Trajectory())], file="f")
     assert Page(render([], [])).index["episodes"] == []
     assert Page(render([empty], [])).index["episodes"][0]["tokens"] == 0
 
 
 def test_ten_million_tokens_are_a_clear_line():
-    turn = TurnRecord(0, Tokens(np.zeros(0, np.int32)), Tokens(np.zeros(10_000_000, np.int32)))
     with pytest.raises(PageTooLargeError, match="10,000,000 tokens, more than the 2,000,000"):
-        render([Group("g", [Episode("e", [turn], [])])], [])
+        render([Group("g", [one_turn([1], [0] * (10_000_000 - 1))])], [])
 
 
 def test_modules_come_after_those_they_import():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ...credit import version_number
 from ...terminal import counted
-from ..records import Episode, Group, SequenceRecord
+from ..records import Group, Inspected, TokenSequence
 from ..texts import joined
 from .turns import Facts
 
@@ -20,28 +20,32 @@ MANY = 16
 """Number of tokens in a row that a model does not sample with probability 1."""
 
 
-def check_sample(group: Group, episode: Episode) -> Iterator[Facts]:
+def check_sample(group: Group, episode: Inspected) -> Iterator[Facts]:
     """Check the samples of a rollout."""
     if group.kind != "slime":
         return
-    for kind, why in episode.problems:
-        if kind == "row-turns":
-            yield {"kind": "structure", "why": why}
     yield from _twice(episode)
+    samples = [sequence.sample for one in group.episodes for sequence in one.sequences]
+    has_versions = any(sample.get("weight_versions") for sample in samples)
+    is_scored = any(sample.get("reward") is not None for sample in samples)
     for number, sequence in enumerate(episode.sequences):
-        for facts in _sample(group, episode, sequence):
-            yield {"sequence": number, **facts}
+        checks = (
+            _sample(group, sequence),
+            _versions(sequence.sample, has_versions),
+            _reward(sequence.sample, is_scored),
+        )
+        for check in checks:
+            for facts in check:
+                yield {"sequence": number, **facts}
 
 
 def check_prompts(group: Group) -> Iterator[Facts]:
     """Find samples of another prompt in a group of slime, which are n copies of one."""
     if group.kind != "slime":
         return
-    asked = [
-        (repr(sequence.facts["sample"].get("prompt")), episode)
-        for episode in group.episodes
-        for sequence in episode.sequences
-    ]
+    asked = []
+    for episode in group.episodes:
+        asked += [(repr(sequence.sample.get("prompt")), episode) for sequence in episode.sequences]
     usual = max((prompt for prompt, _ in asked), key=[prompt for prompt, _ in asked].count, default="")
     for prompt, episode in asked:
         if prompt != usual:
@@ -49,9 +53,9 @@ def check_prompts(group: Group) -> Iterator[Facts]:
             yield {"kind": "group", "why": why, "episode": episode.id}
 
 
-def _twice(episode: Episode) -> Iterator[Facts]:
+def _twice(episode: Inspected) -> Iterator[Facts]:
     """Find tokens that two samples of a rollout share and both train."""
-    rows = [(np.asarray(one.row["token_ids"]), one.mask > 0) for one in episode.sequences[:64]]
+    rows = [(one.column("ids"), one.mask > 0) for one in episode.sequences[:64]]
     for later in range(1, len(rows)):
         for earlier in range(later):
             (ids, mask), (other, other_mask) = rows[later], rows[earlier]
@@ -61,17 +65,13 @@ def _twice(episode: Episode) -> Iterator[Facts]:
             both = np.flatnonzero(mask[:shared] & other_mask[:shared])
             if len(both):
                 why = f"sample {earlier} of the same rollout trains it, too"
-                yield {
-                    "kind": "trained-twice",
-                    "why": why,
-                    "sequence": later,
-                    "token": int(both[0]),
-                    "count": len(both),
-                }
+                at = {"sequence": later, "token": int(both[0]), "count": len(both)}
+                yield {"kind": "trained-twice", "why": why, **at}
 
 
-def _sample(group: Group, episode: Episode, sequence: SequenceRecord) -> Iterator[Facts]:
-    sample = sequence.facts["sample"]
+def _sample(group: Group, sequence: TokenSequence) -> Iterator[Facts]:
+    sample, row = sequence.sample, sequence.row
+    assert row is not None
     count = int(sample["response_length"])
     prompt = len(sequence) - count
     metadata = sample.get("metadata") or {}
@@ -81,16 +81,20 @@ def _sample(group: Group, episode: Episode, sequence: SequenceRecord) -> Iterato
         yield {"kind": "reward-failure", "why": "it is removed, but its loss mask trains it"}
     if not removed and str(sample.get("status")) == "failed":
         yield {"kind": "reward-failure", "why": "its status is failed, but it is not removed from the loss"}
-    logprobs = sequence.row["logprobs"]
+    logprobs = sequence.given("logprobs")
     if logprobs is not None and not removed:
         yield from _logprobs(sequence, logprobs, prompt, contract=ours is not None)
-    text = joined(np.asarray(sequence.row["token_ids"])[prompt:].tolist(), group.vocabulary)
+    text = joined(row.token_ids[prompt:], group.vocabulary)
     if text is not None and sample.get("response") and text != sample["response"]:
         given = sample["response"]
         at = next((i for i, (a, b) in enumerate(zip(text, given, strict=False)) if a != b), min(len(text), len(given)))
         why = f"its tokens say {text[at : at + 20]!r} where its response says {given[at : at + 20]!r}"
-        yield {"kind": "id-text", "why": why, "token": _token_at(sequence, group, prompt, at), "count": 1}
-    yield from _versions(group, sample)
+        yield {
+            "kind": "id-text",
+            "why": why,
+            "token": prompt + _token_at(row.token_ids[prompt:], group, at),
+            "count": 1,
+        }
     yield from _entries(sample, count)
     if sequence.mask.max(initial=0) > 1:
         at = int(sequence.mask.argmax())
@@ -99,9 +103,6 @@ def _sample(group: Group, episode: Episode, sequence: SequenceRecord) -> Iterato
     if not removed and str(sample.get("status")) in ("aborted", "pending") and sample.get("reward") is not None:
         why = f"its status is {sample['status']}, but it has the reward {sample['reward']}"
         yield {"kind": "reward-failure", "why": why}
-    if not removed and sample.get("reward") is None and group.facts["is_scored"]:
-        if str(sample.get("status")) in ("completed", "truncated"):
-            yield {"kind": "reward", "why": f"it has no reward, although it is {sample['status']} and others have one"}
     experts = sample.get("rollout_routed_experts")
     if experts is not None and len(experts) != len(sequence) - 1:
         why = f"{len(sequence)} tokens have {len(experts)} rows of routed experts instead of {len(sequence) - 1}"
@@ -114,7 +115,13 @@ def _sample(group: Group, episode: Episode, sequence: SequenceRecord) -> Iterato
         yield {"kind": "cut-complete", "why": f"its status is completed, but the episode ended with {ours['outcome']}"}
 
 
-def _versions(group: Group, sample: Mapping[str, Any]) -> Iterator[Facts]:
+def _reward(sample: Mapping[str, Any], is_scored: bool) -> Iterator[Facts]:
+    status, is_missing = str(sample.get("status")), sample.get("reward") is None and not sample.get("remove_sample")
+    if is_scored and is_missing and status in ("completed", "truncated"):
+        yield {"kind": "reward", "why": f"it has no reward, although it is {status} and others have one"}
+
+
+def _versions(sample: Mapping[str, Any], has_versions: bool) -> Iterator[Facts]:
     versions = sample.get("weight_versions") or ()
     numbers = [version_number(version) for version in versions]
     known = [number for number in numbers if number is not None]
@@ -122,7 +129,7 @@ def _versions(group: Group, sample: Mapping[str, Any]) -> Iterator[Facts]:
         yield {"kind": "version-falls", "why": f"its weight versions fall: {versions}"}
     if known and len(known) < len(numbers):
         yield {"kind": "version", "why": f"its weight versions cannot be compared: {versions}"}
-    if not versions and group.facts["has_versions"] and not sample.get("remove_sample"):
+    if not versions and has_versions and not sample.get("remove_sample"):
         yield {"kind": "version-missing", "why": "it has no weight versions, although others have"}
 
 
@@ -141,7 +148,7 @@ def _entries(sample: Mapping[str, Any], count: int) -> Iterator[Facts]:
         yield {"kind": "structure", "why": f"{cached} of its {total} prompt tokens are said to come from the cache"}
 
 
-def _logprobs(sequence: SequenceRecord, logprobs: Any, prompt: int, *, contract: bool) -> Iterator[Facts]:
+def _logprobs(sequence: TokenSequence, logprobs: Any, prompt: int, *, contract: bool) -> Iterator[Facts]:
     response = np.arange(prompt, len(sequence))
     values, mask = logprobs[prompt:], sequence.mask[prompt:] > 0
     if not contract:  # others may keep logprobs of tokens that they do not train
@@ -172,10 +179,11 @@ def _runs(mask: Any) -> list[tuple[int, int]]:
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def _token_at(sequence: SequenceRecord, group: Group, prompt: int, at: int) -> int:
+def _token_at(ids: Sequence[int], group: Group, at: int) -> int:
+    """Return the position of the token that holds a character."""
     length = 0
-    for position, token_id in enumerate(np.asarray(sequence.row["token_ids"])[prompt:].tolist(), prompt):
+    for position, token_id in enumerate(ids):
         length += len(group.vocabulary[token_id].decode("utf-8", "replace"))
         if length > at:
             return position
-    return len(sequence) - 1
+    return len(ids) - 1

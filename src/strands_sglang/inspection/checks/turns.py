@@ -8,56 +8,55 @@ from typing import Any
 
 import numpy as np
 
+from ...credit import version_number
 from ...messages import chain_of, next_link
 from ...reasons import Reason
 from ...terminal import counted
-from ..records import Episode, Group, TurnRecord
+from ...trajectory.turn import Turn, TurnStatus
+from ..records import Group, Inspected
 from ..texts import joined
 
 Facts = dict[str, Any]
 
 
-def check_turns(group: Group, episode: Episode) -> Iterator[Facts]:
+def check_turns(group: Group, episode: Inspected) -> Iterator[Facts]:
     """Check every turn of an episode."""
     for kind, why in episode.problems:
-        if kind != "row-turns":
-            yield {"kind": kind, "why": why}
-    for before, turn in pairwise(episode.turns):
-        if turn.number <= before.number:
-            yield {"kind": "structure", "why": f"it comes after call {before.number}", "turn": turn.number}
+        yield {"kind": kind, "why": why}
+    pieces = episode.trajectory.pieces or group.vocabulary
+    widths = [width for turn in episode.turns if turn.generation and (width := turn.generation.routed_width)]
     for turn in episode.turns:
-        pieces = episode.facts.get("pieces") or group.vocabulary
-        checks = (_tokens(turn, pieces, group), _reports(episode, turn), _experts(episode, turn))
-        for check in checks:
+        for check in (_tokens(turn, pieces, group), _report(turn, pieces), _experts(turn, widths), _status(turn)):
             for facts in check:
-                yield {"turn": turn.number, **facts}
+                yield {"turn": turn.index, **facts}
     yield from _versions(group, episode)
-    yield from _boundaries(group, episode)
+    yield from _places(episode)
+    yield from _by_tokens(group, episode)
     yield from _ends(episode)
 
 
 # --- tokens ---
 
 
-def _tokens(turn: TurnRecord, pieces: Mapping[int, bytes], group: Group) -> Iterator[Facts]:
-    sampled = turn.sampled
-    text = None if turn.text is None else joined(sampled.ids.tolist(), pieces)
-    if turn.text is not None and text is not None and not _same(text, turn.text):
-        at = _first_difference(sampled.ids.tolist(), pieces, turn.text)
-        told = f"{_around(text, turn.text)!r}, but the text that was sampled is {_around(turn.text, text)!r}"
-        yield {"kind": "id-text", "why": f"the text of the ids is {told}", "token": at, "count": 1}
-    elif turn.text is not None and text is None and pieces:
-        unknown = next(i for i, token_id in enumerate(sampled.ids.tolist()) if token_id not in pieces)
-        why = f"the file has no text for the sampled id {int(sampled.ids[unknown])}"
-        yield {"kind": "id-text", "why": why, "token": unknown, "count": 1}
-    known = group.facts.get("tokenizer_pieces") or {}
-    for token_id in dict.fromkeys(sampled.ids.tolist()) if known else ():
-        if token_id in known and pieces.get(token_id, known[token_id]) != known[token_id]:
-            at = int(np.flatnonzero(sampled.ids == token_id)[0])
-            why = f"the file says that id {token_id} is {pieces[token_id]!r}, the tokenizer {known[token_id]!r}"
-            yield {"kind": "id-text", "why": why, "token": at, "count": 1}
-    if (sampled.ids < 0).any() or (turn.prompt.ids < 0).any():
-        yield {"kind": "structure", "why": "a token id is negative"}
+def _tokens(turn: Turn, pieces: Mapping[int, bytes], group: Group) -> Iterator[Facts]:
+    ids = turn.output_ids.tolist()
+    if turn.text is not None and pieces:
+        text = joined(ids, pieces)
+        if text is None:
+            unknown = next(at for at, token_id in enumerate(ids) if token_id not in pieces)
+            why = f"the file has no text for the sampled id {ids[unknown]}"
+            yield {"kind": "id-text", "why": why, "token": unknown, "count": 1}
+        elif not _same(text, turn.text):
+            at = _first_difference(ids, pieces, turn.text)
+            told = f"{_around(text, turn.text)!r}, but the text that was sampled is {_around(turn.text, text)!r}"
+            yield {"kind": "id-text", "why": f"the text of the ids is {told}", "token": at, "count": 1}
+    if group.encoder is None:
+        return
+    known = group.encoder.pieces(token_id for token_id in set(ids) if token_id < len(group.encoder.tokenizer))
+    for token_id, piece in known.items():
+        if pieces.get(token_id, piece) != piece:
+            why = f"the file says that id {token_id} is {pieces[token_id]!r}, the tokenizer {piece!r}"
+            yield {"kind": "id-text", "why": why, "token": ids.index(token_id), "count": 1}
 
 
 def _same(text: str, recorded: str) -> bool:
@@ -82,170 +81,127 @@ def _around(text: str, other: str) -> str:
 # --- the server's own report ---
 
 
-def _reports(episode: Episode, turn: TurnRecord) -> Iterator[Facts]:
-    recorded = turn.facts.get("turn")
-    answer = None if recorded is None else recorded.generation
-    if answer is None or turn.is_resumed:
+def _report(turn: Turn, pieces: Mapping[int, bytes]) -> Iterator[Facts]:
+    answer = turn.generation
+    if answer is None or answer.resumed_ids:
         return
-    meta = answer.meta_info
-    finish = meta.get("finish_reason")
+    finish = answer.meta_info.get("finish_reason")
     was = finish.get("type") if isinstance(finish, Mapping) else None
     # An aborted request whose budget was used up ended at its length.
     if was not in (None, answer.finish_type) and (was, answer.finish_type) != ("abort", "length"):
         kind = "cut-complete" if answer.finish_type == "stop" else "changed"
         why = f"it is said to have ended with {answer.finish_type!r}, but the server reported {was!r}"
         yield {"kind": kind, "why": why}
-    counted = meta.get("completion_tokens")
-    if isinstance(counted, int) and counted != len(turn.sampled):
-        text = None if turn.text is None else joined(turn.sampled.ids.tolist(), episode.facts.get("pieces", {}))
+    reported = answer.meta_info.get("completion_tokens")
+    if isinstance(reported, int) and reported != len(turn.output_ids):
+        text = None if turn.text is None else joined(turn.output_ids, pieces)
         kind = "drift" if text is not None and _same(text, turn.text or "") else "id-text"
-        why = f"it has {len(turn.sampled)} sampled tokens, but the server reported {counted}"
+        why = f"it has {len(turn.output_ids)} sampled tokens, but the server reported {reported}"
         yield {"kind": kind, "why": why}
 
 
-# --- experts ---
-
-
-def _experts(episode: Episode, turn: TurnRecord) -> Iterator[Facts]:
-    recorded = turn.facts.get("turn")
-    answer = recorded.generation if recorded is not None else None
-    if answer is None:
+def _experts(turn: Turn, widths: Sequence[int]) -> Iterator[Facts]:
+    answer = turn.generation
+    if answer is None or not widths:
         return
-    shapes = [other.sampled.experts.shape[1] for other in episode.turns if other.sampled.experts is not None]
-    width = max(shapes, key=shapes.count, default=None)
-    whole = answer.finish_type != "abort" and not turn.is_resumed and not turn.is_cut
+    width = max(widths, key=widths.count)
     if answer.routed_experts is None:
-        if width is not None and whole and len(turn.sampled):
+        is_whole = answer.finish_type != "abort" and not answer.resumed_ids and turn.status is not TurnStatus.CUT
+        if is_whole and len(turn.output_ids):
             yield {"kind": "experts-missing", "why": "other turns have routed experts, and this one has none"}
         return
-    needed = answer.routed_rows
-    rows = turn.facts.get("expert_rows")
-    if rows is None:
-        ids = len(answer.routed_experts) // 4 * 3 - answer.routed_experts[-2:].count("=")
-        if width:
-            rows = ids / 4 / width
-        else:
-            rows = needed if turn.sampled.experts is not None else 0
-    if rows != needed or (turn.sampled.experts is not None and width != turn.sampled.experts.shape[1]):
-        why = f"{needed} tokens were routed, but there are {rows:g} rows of experts"
+    held = (len(answer.routed_experts) // 4 * 3 - answer.routed_experts[-2:].count("=")) / 4 / width
+    if held != answer.routed_rows:
+        why = f"{answer.routed_rows} tokens were routed, but there are {held:g} rows of experts"
         yield {"kind": "experts-missing", "why": why}
 
 
 # --- versions ---
 
 
-def _versions(group: Group, episode: Episode) -> Iterator[Facts]:
-    turns = [turn for one in group.episodes for turn in one.turns if len(turn.sampled)]
-    if not any(turn.sampled.versions for turn in turns):
-        for turn in episode.turns:
-            recorded = turn.facts.get("turn")
-            meta = recorded.generation.meta_info if recorded is not None and recorded.generation is not None else {}
-            if meta.get("weight_version") is not None and len(turn.sampled):
-                why = f"the server reported version {meta['weight_version']!r}, but the tokens have none"
-                yield {
-                    "kind": "version-missing",
-                    "why": why,
-                    "turn": turn.number,
-                    "token": 0,
-                    "count": len(turn.sampled),
-                }
-        return
-    for position, turn in enumerate(episode.turns):
-        covered = np.zeros(len(turn.sampled), bool)
-        for _, start, stop in turn.sampled.versions:
+def _spans(turn: Turn) -> Sequence[tuple[str, int, int]]:
+    return () if turn.generation is None else turn.generation.weight_versions
+
+
+def _versions(group: Group, episode: Inspected) -> Iterator[Facts]:
+    has_versions = any(_spans(turn) for one in group.episodes for turn in one.turns)
+    trained = trained_tokens(episode)
+    for turn in episode.turns:
+        count = len(turn.output_ids)
+        covered = np.zeros(count, bool)
+        for _, start, stop in _spans(turn):
             covered[start:stop] = True
-        if "turn" not in turn.facts:  # a row has no versions of tokens that it does not train
-            covered |= ~_trained_in_rows(episode, position)
+        if not episode.has_trajectory:  # a row has no versions of tokens that it does not train
+            covered |= ~trained[id(turn)]
         missing = np.flatnonzero(~covered)
-        if len(missing):
+        at = {"turn": turn.index, "token": int(missing[0]) if len(missing) else None, "count": len(missing)}
+        if len(missing) and has_versions:
             why = f"{counted(len(missing), 'sampled token')} without a version of the weights, although others have one"
-            yield {
-                "kind": "version-missing",
-                "why": why,
-                "turn": turn.number,
-                "token": int(missing[0]),
-                "count": len(missing),
-            }
+            yield {"kind": "version-missing", "why": why, **at}
+        elif len(missing) and turn.generation is not None:
+            reported = turn.generation.meta_info.get("weight_version")
+            if reported is not None:
+                why = f"the server reported version {reported!r}, but the tokens have none"
+                yield {"kind": "version-missing", "why": why, **at}
     yield from _falling(episode)
 
 
-def _trained_in_rows(episode: Episode, position: int) -> Any:
-    trained = np.zeros(len(episode.turns[position].sampled), bool)
+def trained_tokens(episode: Inspected) -> dict[int, Any]:
+    """Return which sampled tokens of each turn a sequence trains, by `id` of the turn."""
+    trained = {id(turn): np.zeros(len(turn.output_ids), bool) for turn in episode.turns}
     for sequence in episode.sequences:
         for step in sequence.steps:
-            if step.turn == position:
-                mask = sequence.mask[step.sampled : step.stop] > 0
-                trained[: len(mask)] |= mask
+            mask = sequence.mask[step.sampled : step.stop] > 0
+            trained[id(step.turn)][: len(mask)] |= mask
     return trained
 
 
-def _falling(episode: Episode) -> Iterator[Facts]:
-    seen: set[tuple[int, int]] = set()
-    for position, turn in enumerate(episode.turns):
-        spans = [(position, span) for span in turn.sampled.versions]
+def _falling(episode: Inspected) -> Iterator[Facts]:
+    for turn in episode.turns:
         parent = turn.parent
-        while parent is not None and not episode.turns[parent].sampled.versions:
-            parent = episode.turns[parent].parent
-        if parent is not None:
-            before = [
-                span for span in episode.turns[parent].sampled.versions if turn.kept is None or span.start < turn.kept
-            ]
-            spans = [(parent, span) for span in before[-1:]] + spans
-        for (_, earlier), (at, later) in pairwise(spans):
-            if _number(later.version) is None or _number(earlier.version) is None:
-                continue
-            if _number(later.version) < _number(earlier.version) and (at, later.start) not in seen:  # type: ignore[operator]
-                seen.add((at, later.start))
-                why = f"version {later.version} sampled it after version {earlier.version} sampled the tokens before"
-                count = later.stop - later.start
-                yield {"kind": "version-falls", "why": why, "turn": turn.number, "token": later.start, "count": count}
-
-
-def _number(version: str) -> int | None:
-    try:
-        return int(version)
-    except ValueError:
-        return None
+        while parent is not None and not _spans(parent):
+            parent = parent.parent
+        before = (
+            [] if parent is None else [s for s in _spans(parent) if turn.parent_kept is None or s[1] < turn.parent_kept]
+        )
+        for (earlier, *_), (later, start, stop) in pairwise([*before[-1:], *_spans(turn)]):
+            numbers = version_number(earlier), version_number(later)
+            if numbers[0] is not None and numbers[1] is not None and numbers[1] < numbers[0]:
+                why = f"version {later} sampled it after version {earlier} sampled the tokens before"
+                yield {"kind": "version-falls", "why": why, "turn": turn.index, "token": start, "count": stop - start}
 
 
 # --- where turns attach ---
 
 
-def _boundaries(group: Group, episode: Episode) -> Iterator[Facts]:
-    answers: dict[bytes, TurnRecord] = {}
+def _places(episode: Inspected) -> Iterator[Facts]:
+    answers: dict[bytes, Turn] = {}
     for turn in episode.turns:
-        recorded = turn.facts.get("turn")
-        if recorded is not None and recorded.digests:
-            yield from ({"turn": turn.number, **facts} for facts in _place(turn, recorded, answers))
-            if recorded.answer_key is not None:
-                answers[recorded.answer_key] = turn
-    yield from _by_tokens(group, episode)
+        if turn.digests:
+            yield from ({"turn": turn.index, **facts} for facts in _place(turn, answers))
+            if turn.answer_key is not None:
+                answers[turn.answer_key] = turn
 
 
-def _place(turn: TurnRecord, recorded: Any, answers: Mapping[bytes, TurnRecord]) -> Iterator[Facts]:
+def _place(turn: Turn, answers: Mapping[bytes, Turn]) -> Iterator[Facts]:
     """Compare where a turn attaches with the conversation that it asked."""
-    parent = recorded.parent
+    parent = turn.parent
     if parent is None:
-        chain = chain_of(recorded.parts, recorded.digests)
+        chain = chain_of(turn.parts, turn.digests)
         extended = next((answers[link] for link in reversed(chain[1:]) if link in answers), None)
-        if chain[-1] != recorded.key:
-            own = [other for key, other in answers.items() if _linked(key, recorded.digests) == recorded.key]
-            told = f"its conversation continues call {own[0].number}" if own else "its conversation is another"
+        is_policy = any(isinstance(part, Reason) and part.kind == "policy" for part in turn.why.detail)
+        if chain[-1] != turn.key:
+            own = [other for key, other in answers.items() if _linked(key, turn.digests) == turn.key]
+            told = f"its conversation continues call {own[0].index}" if own else "its conversation is another"
             yield {"kind": "re-rendered", "why": f"it opens a sequence, but {told}"}
-        elif extended is not None and not any(part.kind == "policy" for part in _because(recorded.why)):
-            why = f"it continues the conversation of call {extended.number}, but was rendered again: {turn.reason}"
+        elif extended is not None and not is_policy:
+            why = f"it continues the conversation of call {extended.index}, but was rendered again: {turn.reason}"
             yield {"kind": "re-rendered", "why": why}
-    elif parent.answer_key is not None and _linked(parent.answer_key, recorded.digests) != recorded.key:
-        yield {
-            "kind": "re-rendered",
-            "why": f"it extends call {parent.index}, but its conversation does not continue it",
-        }
-    if recorded.answer_digest is not None and next_link(recorded.key, recorded.answer_digest) != recorded.answer_key:
+    elif parent.answer_key is not None and _linked(parent.answer_key, turn.digests) != turn.key:
+        why = f"it extends call {parent.index}, but its conversation does not continue it"
+        yield {"kind": "re-rendered", "why": why}
+    if turn.answer_digest is not None and next_link(turn.key, turn.answer_digest) != turn.answer_key:
         yield {"kind": "changed", "why": "the digest of its answer is not the one that later calls look for"}
-
-
-def _because(why: Reason) -> list[Reason]:
-    return [part for part in why.detail if isinstance(part, Reason)]
 
 
 def _linked(key: bytes, digests: Sequence[bytes]) -> bytes:
@@ -254,27 +210,23 @@ def _linked(key: bytes, digests: Sequence[bytes]) -> bytes:
     return key
 
 
-def _by_tokens(group: Group, episode: Episode) -> Iterator[Facts]:
+def _by_tokens(group: Group, episode: Inspected) -> Iterator[Facts]:
     """Find turns that open with the text of an earlier sequence in other tokens, in files without conversations."""
-    if not group.vocabulary or any("turn" in turn.facts and turn.facts["turn"].digests for turn in episode.turns):
+    if not group.vocabulary or any(turn.digests for turn in episode.turns):
         return
-    vocabulary = group.vocabulary
-    earlier: list[tuple[TurnRecord, list[int], str]] = []
-    for position, turn in enumerate(episode.turns):
-        if turn.parent is None and earlier:
-            ids = turn.prompt.ids.tolist()
-            text = joined(ids, vocabulary)
-            for before, known, known_text in earlier if text is not None else ():
-                if text.startswith(known_text) and ids[: len(known)] != known:  # type: ignore[union-attr]
-                    why = f"it opens with the text of call {before.number} and its answer, in other tokens"
-                    yield {"kind": "re-rendered", "why": why, "turn": turn.number}
-                    break
-        steps = episode.steps(position)
-        parts = [(episode.turns[step.turn], step.stop - step.sampled) for step in steps]
-        whole = [i for one, kept in parts for i in (*one.prompt.ids.tolist(), *one.sampled.ids[:kept].tolist())]
-        whole_text = joined(whole, vocabulary)
-        if whole_text is not None and len(turn.sampled):
-            earlier.append((turn, whole, whole_text))
+    earlier: list[tuple[Turn, list[int], str]] = []
+    for turn in episode.turns:
+        ids = turn.token_ids()
+        text = joined(ids, group.vocabulary)
+        if text is None:
+            continue
+        for before, known, known_text in earlier if turn.parent is None else ():
+            if text.startswith(known_text) and ids[: len(known)] != known:
+                why = f"it opens with the text of call {before.index} and its answer, in other tokens"
+                yield {"kind": "re-rendered", "why": why, "turn": turn.index}
+                break
+        if turn.output_ids:
+            earlier.append((turn, ids, text))
 
 
 # --- ends ---
@@ -288,57 +240,50 @@ _INFRASTRUCTURE = tuple(
 _THROWN_AWAY = ("another_kept", "asked_again", "ended_before")
 """Fates of discarded answers."""
 
+_KEPT = (TurnStatus.ANSWERED, TurnStatus.COMMITTED, TurnStatus.FINAL)
 
-def _status(episode: Episode, turn: TurnRecord) -> Iterator[Facts]:
-    """Compare the status of a turn with its note, its error and its end; records of other libraries have none."""
-    if turn.status not in ("answered", "committed", "final"):
+
+def _status(turn: Turn) -> Iterator[Facts]:
+    """Compare the status of a turn with its fate, its error and its end; records of other libraries have none."""
+    answer = turn.generation
+    if answer is None or not turn.digests:
         return
-    recorded = turn.facts.get("turn")
-    if recorded is not None and recorded.fate is not None and recorded.fate.kind in _THROWN_AWAY:
+    if turn.status is TurnStatus.DISCARDED and turn.fate is None and not turn.is_auxiliary:
+        yield {"kind": "not-trained", "why": "it counts as discarded, so it is not trained, but nothing says why"}
+    if turn.status in _KEPT and turn.fate is not None and turn.fate.kind in _THROWN_AWAY:
         yield {"kind": "mask-off-policy", "why": f"its answer counts as kept, but its note says: {turn.note}"}
-    if (turn.finish == "abort" or turn.failure is not None) and recorded is not None and recorded.digests:
+    if turn.status in _KEPT and (answer.finish_type == "abort" or turn.failure is not None):
         why = f"its answer counts as complete, but its request was aborted or failed: {turn.failure or 'abort'}"
+        yield {"kind": "cut-complete", "why": why}
+    most = turn.sampling_params.get("max_new_tokens")
+    if most is None or turn.is_auxiliary or turn.status is TurnStatus.DISCARDED:
+        return
+    if turn.clamped and answer.finish_type == "length" and answer.completion_tokens >= most - 8:
+        why = f"the context had room for {most} tokens only, and the answer ended there"
+        yield {"kind": "context-clamped", "why": why}
+    is_unended = answer.stop_token_id is None and answer.stop_string is None
+    if answer.finish_type == "stop" and is_unended and answer.completion_tokens >= most:
+        why = f"it counts as ended, but has no stop token and all {most} tokens that it was allowed"
         yield {"kind": "cut-complete", "why": why}
 
 
-def _ends(episode: Episode) -> Iterator[Facts]:
-    discarded = {position for position, turn in enumerate(episode.turns) if turn.is_discarded}
+def _ends(episode: Inspected) -> Iterator[Facts]:
     for turn in episode.turns:
         parent = turn.parent
-        if parent in discarded and turn.is_answered and not turn.is_discarded and not turn.is_auxiliary:
-            number = episode.turns[parent].number if parent is not None else 0
-            why = f"it counts as discarded, so it is not trained, but call {turn.number} builds on its answer"
-            yield {"kind": "not-trained", "why": why, "turn": number}
-    for position in sorted(discarded):
-        recorded = episode.turns[position].facts.get("turn")
-        if recorded is not None and recorded.digests and not recorded.note:
-            why = "it counts as discarded, so it is not trained, but nothing says why"
-            yield {"kind": "not-trained", "why": why, "turn": episode.turns[position].number}
-    turns = [turn for turn in episode.turns if not turn.is_auxiliary and not turn.is_discarded]
-    for turn in turns:
-        recorded = turn.facts.get("turn")
-        yield from ({"turn": turn.number, **facts} for facts in _status(episode, turn))
-        if recorded is None or recorded.generation is None:
-            continue
-        most = turn.facts["sampling_params"].get("max_new_tokens")
-        answer = recorded.generation
-        if turn.clamped and turn.finish == "length" and most is not None and answer.completion_tokens >= most - 8:
-            why = f"the context had room for {most} tokens only, and the answer ended there"
-            yield {"kind": "context-clamped", "why": why, "turn": turn.number}
-        unended = answer.stop_token_id is None and answer.stop_string is None
-        if turn.finish == "stop" and unended and most is not None and len(turn.sampled) >= most:
-            why = f"it counts as ended, but has no stop token and all {most} tokens that it was allowed"
-            yield {"kind": "cut-complete", "why": why, "turn": turn.number}
+        is_built_on = turn.is_answered and turn.status is not TurnStatus.DISCARDED and not turn.is_auxiliary
+        if parent is not None and parent.status is TurnStatus.DISCARDED and is_built_on:
+            why = f"it counts as discarded, so it is not trained, but call {turn.index} builds on its answer"
+            yield {"kind": "not-trained", "why": why, "turn": parent.index}
+    turns = [turn for turn in episode.turns if not turn.is_auxiliary and turn.status is not TurnStatus.DISCARDED]
     if not turns:
         return
-    last = turns[-1]
-    if episode.outcome == "task_complete" and (last.finish in ("length", "abort") or last.is_cut):
-        end = "was aborted" if last.finish == "abort" or last.is_cut else "was cut off at its length"
-        yield {
-            "kind": "cut-complete",
-            "why": f"the task counts as complete, but its last answer {end}",
-            "turn": last.number,
-        }
-    if episode.reward is not None and last.status == "failed" and (last.failure or "").startswith(_INFRASTRUCTURE):
-        why = f"the episode has the reward {episode.reward:g}, but its last call failed: {last.failure}"
-        yield {"kind": "reward-failure", "why": why, "turn": last.number}
+    last, end = turns[-1], episode.end
+    finish = None if last.generation is None else last.generation.finish_type
+    is_aborted = finish == "abort" or last.status is TurnStatus.CUT
+    if end.outcome == "task_complete" and (is_aborted or finish == "length"):
+        told = "was aborted" if is_aborted else "was cut off at its length"
+        why = f"the task counts as complete, but its last answer {told}"
+        yield {"kind": "cut-complete", "why": why, "turn": last.index}
+    if end.reward is not None and last.status is TurnStatus.FAILED and (last.failure or "").startswith(_INFRASTRUCTURE):
+        why = f"the episode has the reward {end.reward:g}, but its last call failed: {last.failure}"
+        yield {"kind": "reward-failure", "why": why, "turn": last.index}

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ...messages.said import said_in
-from ..records import Episode, Group
-from .trajectories import episode_of, load_trajectory
+from ...trajectory.trajectory import EpisodeEnd, Trajectory
+from ..records import Group, Inspected
+from .trajectories import inspect_file
 
 FORMAT = "strands-env evaluation 1"
 
-REQUIRED = ("key", "prompt_id", "sample_index", "reward", "termination_reason", "observation")
+REQUIRED = {"key", "prompt_id", "sample_index", "reward", "termination_reason", "observation"}
 
 
 class EvaluationFileError(ValueError):
@@ -30,7 +31,7 @@ def read_evaluation(results: Path) -> list[Group]:
     Raises:
         OSError: A file cannot be read.
         EvaluationFileError: A file is damaged.
-        TrajectoryFileError: A trajectory is damaged.
+        TrajectoryFileError: A file among its trajectories is none.
     """
     stem = results.name.removesuffix(".jsonl")
     plan_file = results.with_name(f"{stem}.run.json")
@@ -43,32 +44,28 @@ def read_evaluation(results: Path) -> list[Group]:
         if isinstance(error, EvaluationFileError):
             raise
         raise EvaluationFileError(f"{plan_file}: damaged: {error}") from error
-    failures = results.with_name(f"{stem}.failures.jsonl")
     twice: set[str] = set()
     records: dict[str, tuple[Path, Mapping[str, Any]]] = {}
-    for file in (failures, results):
-        if file.exists():
-            for own in _records(file):
-                known_file, known = records.get(own["key"], (None, {}))
-                if known_file == file == results and not known.get("is_errored"):  # else it was tried again
-                    twice.add(own["key"])
-                records[own["key"]] = (file, own)
+    for file in (results.with_name(f"{stem}.failures.jsonl"), results):
+        for own in _records(file) if file.exists() else ():
+            known_file, known = records.get(own["key"], (None, {}))
+            if known_file == file == results and not known.get("is_errored"):  # else it was tried again
+                twice.add(own["key"])
+            records[own["key"]] = (file, own)
     vocabulary: dict[int, bytes] = {}
     for key, (file, record) in records.items():
-        episode, pieces = _episode(file, record, results.with_name(f"{stem}.trajectories") / f"{key}.safetensors")
+        episode = _episode(file, record, results.with_name(f"{stem}.trajectories") / f"{key}.safetensors")
         if key in twice:
-            episode.problems.append(
-                ("structure", f"{results.name} has several records of it; the last one is examined")
-            )
-        vocabulary.update(pieces)
+            why = f"{results.name} has several records of it; the last one is examined"
+            episode.problems.append(("structure", why))
+        vocabulary.update(episode.trajectory.pieces)
         prompt = str(record["prompt_id"])
         groups.setdefault(prompt, Group(prompt, [], kind="evaluation", file=str(results))).episodes.append(episode)
     configs = Counter(str(record.get("config")) for _, record in records.values())
-    usual = configs.most_common(1)[0][0] if configs else None
     for group in groups.values():
         group.vocabulary = vocabulary
-        group.facts = {"benchmark": plan["benchmark"], "plan": plan, "config": usual}
-        group.episodes.sort(key=lambda episode: episode.facts["record"]["sample_index"])
+        group.config = next((name for name, _ in configs.most_common(1)), None)
+        group.episodes.sort(key=lambda episode: episode.record["sample_index"])
     return [group for group in groups.values() if group.episodes]
 
 
@@ -77,9 +74,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
-                missing = {"key", "prompt_id", "sample_index", "reward", "termination_reason", "observation"} - set(
-                    record
-                )
+                missing = REQUIRED.difference(record)
                 if missing:
                     raise ValueError(f"not a record of a sample: {', '.join(sorted(missing))} is missing")
             except (ValueError, TypeError) as error:
@@ -89,20 +84,26 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _episode(file: Path, record: Mapping[str, Any], trajectory_file: Path) -> tuple[Episode, Mapping[int, bytes]]:
-    key, pieces = str(record["key"]), {}
+def _episode(file: Path, record: Mapping[str, Any], trajectory_file: Path) -> Inspected:
+    key = str(record["key"])
     if trajectory_file.is_file():
-        trajectory = load_trajectory(trajectory_file)
-        pieces = trajectory.pieces
-        episode = episode_of(trajectory, key, file=str(trajectory_file))
+        episode = inspect_file(trajectory_file, key)
     else:
-        episode = Episode(key, [], [], file=str(file))
-        episode.facts["has_no_trajectory"] = True
-    reward = record["reward"]
-    episode.outcome, episode.error = record["termination_reason"], record.get("error")
-    episode.reward = reward
-    episode.reward_error, episode.seconds = record.get("reward_error"), record.get("seconds")
-    episode.facts |= {"record": record, "records": str(file)}
+        episode = Inspected(key, Trajectory(), str(file), has_trajectory=False)
+    wanted = {"reward": int | float, "seconds": int | float, "termination_reason": str, "error": str}
+    for name, kind in {**wanted, "reward_error": str}.items():
+        if record.get(name) is not None and not isinstance(record[name], kind):
+            episode.problems.append(("structure", f"its {name} is {record[name]!r:.60}"))
+            record = {**record, name: None}
+    episode.end = EpisodeEnd(
+        record["termination_reason"],
+        record["reward"],
+        episode.end.turn_rewards,
+        record.get("error"),
+        record.get("reward_error"),
+    )
+    episode.seconds = record.get("seconds")
+    episode.record = record
     messages = record["observation"].get("messages") if isinstance(record["observation"], Mapping) else None
     if isinstance(messages, list):
         episode.messages = messages
@@ -110,4 +111,4 @@ def _episode(file: Path, record: Mapping[str, Any], trajectory_file: Path) -> tu
             episode.said = said_in(messages)
         except (KeyError, TypeError, AttributeError) as error:
             episode.problems.append(("structure", f"its messages are no Strands messages: {error!r}"))
-    return episode, pieces
+    return episode

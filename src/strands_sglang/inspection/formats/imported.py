@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...credit import Episode as Imported
+from ...credit import Episode
 from ...trainers.records import RecordError
-from ..records import Episode, Group
-from .trajectories import episode_of
+from ...trajectory.trajectory import EpisodeEnd, Trajectory
+from ..records import Group, Inspected, Problem
+from .trajectories import inspect
 
 
 class ImportedFileError(ValueError):
@@ -29,27 +30,21 @@ def read_imported(path: Path) -> list[Group]:
     for where, value in _values(path):
         try:
             library, episodes = _imported(value)
-        except ImportError as error:
-            raise ImportedFileError(f"{path}{where}: {error}") from error
-        except ImportedFileError as error:
+        except (ImportError, ImportedFileError) as error:
             raise ImportedFileError(f"{path}{where}: {error}") from error
         except ValueError as error:  # the file is of this kind, but what it says cannot be
-            lost = Episode(where.strip(", ") or path.stem, [], [], file=str(path))
+            name = where.strip(", ")
             kind = error.kind if isinstance(error, RecordError) else "structure"
-            lost.problems.append((kind, str(error)))
-            groups.setdefault(where, Group(where.strip(", "), [], kind="imported", file=str(path))).episodes.append(
-                lost
-            )
+            lost = Inspected(name or path.stem, Trajectory(), str(path), problems=[(kind, str(error))])
+            groups.setdefault(where, Group(name, [], kind="imported", file=str(path))).episodes.append(lost)
             continue
         traces = [value] if library == "openenv" or "nodes" in value else value["traces"]
         for one, trace in zip(episodes, traces, strict=True):
             name = str(one.group)
             group = groups.setdefault(name, Group(name, [], kind=library, file=str(path)))
-            episode = episode_of(one.trajectory, one.id, file=str(path))
-            episode.reward = one.reward
-            episode.outcome = None if one.outcome is None else one.outcome.value
-            for turn in episode.turns:
-                turn.reward = one.turn_rewards.get(turn.number)
+            episode = inspect(one.trajectory, one.id, file=str(path))
+            outcome = None if one.outcome is None else one.outcome.value
+            episode.end = EpisodeEnd(outcome, one.reward, one.turn_rewards)
             episode.problems += _untrained(trace) if library == "openenv" else _misplaced(trace)
             group.episodes.append(episode)
     return list(groups.values())
@@ -73,7 +68,7 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ImportedFileError(f"{path}, line {number}: not JSON, or truncated: {error}") from error
 
 
-def _imported(value: Any) -> tuple[str, list[Imported]]:
+def _imported(value: Any) -> tuple[str, list[Episode]]:
     if isinstance(value, dict) and "schema_version" in value and "turns" in value:
         from ...trainers.openenv import from_trace
 
@@ -85,7 +80,7 @@ def _imported(value: Any) -> tuple[str, list[Imported]]:
     raise ImportedFileError("neither an OpenEnv TrainingTrace nor a verifiers episode or trace")
 
 
-def _untrained(trace: Any) -> list[tuple[str, str]]:
+def _untrained(trace: Any) -> list[Problem]:
     """Compare what our export says of an episode of OpenEnv with its masks: it is trained, or left out."""
     turns = trace["turns"]
     about = (turns[0].get("metadata") or {}).get("episode") or {} if turns else {}
@@ -96,7 +91,7 @@ def _untrained(trace: Any) -> list[tuple[str, str]]:
     return [("left-out", why if trains else "none of its tokens is trained, and nothing says why")]
 
 
-def _misplaced(trace: Any) -> list[tuple[str, str]]:
+def _misplaced(trace: Any) -> list[Problem]:
     """Check what is not imported of a trace of verifiers: advantages of nodes, and where its calls belong."""
     problems = []
     for number, node in enumerate(trace["nodes"]):

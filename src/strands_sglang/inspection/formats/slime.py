@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..records import Episode, Group, SequenceRecord
+from ...credit import TrainingRow, TurnSpan
+from ...trajectory.tokens import TokenManager
+from ...trajectory.trajectory import EpisodeEnd, Trajectory
+from ..records import Group, Inspected, TokenSequence
 from .steps import turns_of_row
 
 
@@ -27,69 +31,66 @@ def read_dump(path: Path) -> list[Group]:
         import torch
     except ModuleNotFoundError as error:
         raise DumpFileError(f"{path}: a rollout dump of slime needs PyTorch: pip install torch") from error
+    groups: dict[str, Group] = {}
+    episodes: dict[tuple[str, Any], Inspected] = {}
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)  # runs no code of the file
-        samples = content["samples"]
-        groups: dict[str, Group] = {}
-        episodes: dict[tuple[str, Any], Episode] = {}
-        for place, sample in enumerate(samples):
+        for place, sample in enumerate(content["samples"]):
             name = str(sample.get("group_index"))
             group = groups.setdefault(name, Group(name, [], kind="slime", file=str(path), is_scored=True))
             rollout = next((sample[key] for key in ("rollout_id", "index") if sample.get(key) is not None), place)
-            episode = episodes.get((name, rollout))
-            if episode is None:
-                episode = episodes[name, rollout] = Episode(str(rollout), [], [], file=str(path))
+            if (name, rollout) not in episodes:
+                episode = Inspected(str(rollout), Trajectory(), str(path), has_trajectory=False)
+                episodes[name, rollout] = episode
                 group.episodes.append(episode)
-            _add_sample(episode, sample)
+            _add_sample(episodes[name, rollout], sample)
     except OSError:
         raise
     except Exception as error:  # a pickle of anything
         what = str(error).strip().splitlines() or [""]
         raise DumpFileError(f"{path}: not a slime rollout dump: {type(error).__name__}: {what[0][:200]}") from error
-    for group in groups.values():
-        group.facts["rollout_id"] = content.get("rollout_id")
-        group.facts["has_versions"] = any(sample.get("weight_versions") for sample in samples)
-        group.facts["is_scored"] = any(sample.get("reward") is not None for sample in samples)
     return list(groups.values())
 
 
-def _add_sample(episode: Episode, sample: Mapping[str, Any]) -> None:
-    ids = np.asarray(sample["tokens"], np.int32).reshape(-1)
+def _add_sample(episode: Inspected, sample: Mapping[str, Any]) -> None:
+    ids = np.asarray(sample["tokens"], np.int32).reshape(-1).tolist()
     count = int(sample["response_length"])
     prompt = len(ids) - count
     if not 0 <= count <= len(ids):
         raise ValueError(f"response_length {count} of {len(ids)} tokens")
-    given = sample.get("loss_mask")
-    own_mask = np.ones(count, np.uint8) if given is None else np.asarray(given, np.uint8)
-    known = sample.get("rollout_log_probs")
+    columns = {"loss_mask": sample.get("loss_mask"), "rollout_log_probs": sample.get("rollout_log_probs")}
+    for name, values in columns.items():
+        if values is not None and len(values) != count:
+            why = f"{len(values)} entries of {name} came with {count} response tokens"
+            episode.problems.append(("structure", why))
+            columns = {"loss_mask": [0] * count, "rollout_log_probs": None}
+    known, mask = columns["rollout_log_probs"], columns["loss_mask"]
+    mask = [1] * count if mask is None else np.asarray(mask, np.uint8).tolist()
     reward = sample.get("reward")
     if isinstance(reward, Mapping):
         reward = next((value for value in reward.values() if isinstance(value, int | float)), None)
     metadata = sample.get("metadata") or {}
     facts = metadata.get("strands_sglang") or {} if isinstance(metadata, Mapping) else {}
-    episode.outcome = facts.get("outcome") or episode.outcome
-    episode.reward = None if reward is None else float(reward)
-    lengths = {"loss_mask": len(own_mask), "rollout_log_probs": count if known is None else len(known)}
-    for name, length in lengths.items():
-        if length != count:
-            episode.problems.append(("row-turns", f"{length} entries of {name} came with {count} response tokens"))
-            own_mask, known = np.zeros(count, np.uint8), None
-    # A removed sample is not trained, whatever its mask.
-    mask = np.concatenate([np.zeros(prompt, np.uint8), own_mask])
-    logprobs = None if known is None else np.concatenate([np.full(prompt, np.nan), np.asarray(known, np.float64)])
-    row = {"token_ids": ids, "loss_mask": mask, "logprobs": logprobs}
-    # The model's own start is unknown if its first tokens are masked: the response is then one turn.
-    if not own_mask.any():
-        steps = turns_of_row(episode, {**row, "spans": [(0, prompt, count, None)]})
-    else:
-        steps = turns_of_row(episode, row)
-    episode.sequences.append(
-        SequenceRecord(
-            steps,
-            mask,
-            row=row,
-            number=len(episode.sequences),
-            reward=episode.reward,
-            facts={"sample": {key: value for key, value in sample.items() if key not in ("tokens", "loss_mask")}},
-        )
+    outcome = facts.get("outcome") or episode.end.outcome
+    episode.end = EpisodeEnd(outcome, None if reward is None else float(reward))
+    row = TrainingRow(
+        episode=episode.id,
+        group=None,
+        tokens=TokenManager(),
+        token_ids=ids,
+        loss_mask=[0] * prompt + mask,
+        logprobs=[math.nan] * len(ids) if known is None else [math.nan] * prompt + np.asarray(known, float).tolist(),
+        versions=[None] * len(ids),
+        advantages=[math.nan] * len(ids),
+        prompt_length=prompt,
+        trained=sum(mask),
+        episode_trained=sum(mask),
+        episode_version=None,
+        # Nothing tells what the model sampled if nothing is trained: the response is then one turn.
+        spans=[] if any(mask) else [TurnSpan(0, prompt, count, None)],
     )
+    steps = turns_of_row(row)
+    episode.turns += [step.turn for step in steps]
+    number = len(episode.sequences)
+    about = {name: value for name, value in sample.items() if name not in ("tokens", "loss_mask")}
+    episode.sequences.append(TokenSequence(steps, np.asarray(row.loss_mask, np.uint8), row, number, about))

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...credit import FORMAT, READABLE, RowsFileError
-from ...reasons import read_reason
-from ..records import Episode, Group, SequenceRecord, Span, Step, Tokens, TurnRecord, Writer
-from .trajectories import episode_of, load_trajectory
+from ...credit import TrainingRow, TrainingRows
+from ...protocol.generation import Generation, VersionSpan
+from ...reasons import Reason
+from ...trajectory.trajectory import EpisodeEnd, Trajectory
+from ...trajectory.turn import Turn, TurnStatus
+from ..records import Group, Inspected, Step, TokenSequence, steps_to
+from .trajectories import inspect_file
 
 ROWS = "rows.safetensors"
-
-COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "advantages")
 
 
 def read_step(folder: Path) -> list[Group]:
@@ -25,212 +29,127 @@ def read_step(folder: Path) -> list[Group]:
     Raises:
         OSError: A file cannot be read.
         RowsFileError: The file of rows is not one, or damaged.
-        TrajectoryFileError: A trajectory is damaged.
+        TrajectoryFileError: A file beside the rows is no trajectory.
     """
-    tensors, description = read_rows(folder / ROWS)
-    try:
-        return _groups(folder, tensors, description)
-    except (LookupError, TypeError, AttributeError) as error:
-        raise RowsFileError(f"{folder / ROWS}: damaged: {type(error).__name__}: {error}") from error
-
-
-def read_rows(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the tensors and the description of training rows; `TrainingRows.load` would take ten times the memory.
-
-    Raises:
-        OSError: The file cannot be read.
-        RowsFileError: The file is not one of rows, or damaged.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT or metadata.get("version") not in READABLE:
-                found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
-                raise RowsFileError(f"{path}: holds {found}, not {FORMAT!r}, version {' or '.join(READABLE)}")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        description = json.loads(tensors.pop("description").tobytes())
-        total, offsets = len(tensors["token_ids"]), tensors["row_offsets"].tolist()
-        if offsets[0] != 0 or offsets[-1] != total or offsets != sorted(offsets):
-            raise RowsFileError(f"{path}: damaged: row_offsets do not cut the tokens into rows")
-        for name in (*COLUMNS, "trainer_logprobs"):
-            if len(tensors.get(name, tensors["token_ids"])) != total:
-                raise RowsFileError(f"{path}: damaged: {total} token ids came with {len(tensors[name])} {name}")
-        if len(description["rows"]) != len(offsets) - 1 or len(tensors.get("loss_weights", offsets[1:])) + 1 != len(
-            offsets
-        ):
-            raise RowsFileError(f"{path}: damaged: the file describes another number of rows than it holds")
-    except RowsFileError:
-        raise
-    except SafetensorError as error:
-        raise RowsFileError(f"{path}: not a safetensors file, or truncated: {error}") from error
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise RowsFileError(f"{path}: damaged: {type(error).__name__}: {error}") from error
-    return tensors, description
-
-
-def _groups(folder: Path, tensors: Mapping[str, Any], description: Mapping[str, Any]) -> list[Group]:
     file = folder / ROWS
-    known: dict[str, Mapping[str, Any]] = description.get("episodes") or {}
-    by_episode: dict[str, list[int]] = {}
-    for number, facts in enumerate(description["rows"]):
-        by_episode.setdefault(facts["episode"], []).append(number)
-    names = list(dict.fromkeys([*known, *by_episode, *description["left_out"]]))
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError("the id of an episode is not a string")
+    batch = TrainingRows.load(file)
+    by_episode: dict[str, list[tuple[int, TrainingRow]]] = {}
+    for number, row in enumerate(batch):
+        by_episode.setdefault(row.episode, []).append((number, row))
+    names = list(dict.fromkeys([*batch.episodes, *by_episode, *batch.left_out]))
+    files = {path.stem for path in (folder / "trajectories").glob("*.safetensors")}
     groups: dict[str, Group] = {}
     vocabulary: dict[int, bytes] = {}
-    files = {path.stem for path in (folder / "trajectories").glob("*.safetensors")}
     for name in names:
-        numbers = by_episode.get(name, [])
-        own = known.get(name) or {}
-        group = own.get("group", description["rows"][numbers[0]]["group"] if numbers else None)
         path = folder / "trajectories" / f"{name}.safetensors"
         if path.is_file():
-            trajectory = load_trajectory(path)
-            episode = episode_of(trajectory, name, file=str(path))
-            vocabulary |= trajectory.pieces
+            episode = inspect_file(path, name)
+            vocabulary |= episode.trajectory.pieces
         else:
-            episode = Episode(name, [], [], file=str(file))
-            episode.facts["has_no_trajectory"] = True
+            episode = Inspected(name, Trajectory(), str(file), has_trajectory=False)
             if files.intersection(names):
                 episode.problems.append(("structure", f"its file trajectories/{name}.safetensors is missing"))
-        for number in numbers:
-            if description["rows"][number]["group"] != group:
-                told = f"row {number} is of group {description['rows'][number]['group']}, and its episode of {group}"
+        own = by_episode.get(name, [])
+        known: Mapping[str, Any] = batch.episodes.get(name) or {}
+        group = known.get("group", own[0][1].group if own else None)
+        for number, row in own:
+            if row.group != group:
+                told = f"row {number} is of group {row.group}, and its episode of {group}"
                 episode.problems.append(("group", told))
-        episode.facts["derived"] = list(episode.sequences)
-        reason = description["left_out"].get(name)
-        episode.left_out = None if reason is None else read_reason(reason)
-        if name in known:
-            episode.reward = own["reward"]
-            episode.outcome = own["outcome"] or episode.outcome
-            for turn in episode.turns:
-                turn.reward = own["turn_rewards"].get(str(turn.number))
-            episode.facts["turn_rewards"] = {int(turn): reward for turn, reward in own["turn_rewards"].items()}
-        elif name in description["rewards"]:
-            episode.reward = description["rewards"][name]
-        episode.facts["in_batch"] = name in known
-        _add_rows(episode, [_row(tensors, description, number) for number in numbers])
+        episode.left_out = batch.left_out.get(name)
+        episode.in_batch = name in batch.episodes
+        if known:
+            episode.end = replace(
+                episode.end,
+                outcome=known["outcome"] or episode.end.outcome,
+                reward=known["reward"],
+                turn_rewards=known["turn_rewards"],
+            )
+        else:
+            episode.end = EpisodeEnd(episode.end.outcome, batch.rewards.get(name, episode.end.reward))
+        _add_rows(episode, own)
         shown = group if isinstance(group, str) else json.dumps(group)
         groups.setdefault(shown, Group(shown, [], kind="step", file=str(file), is_scored=True)).episodes.append(episode)
-    for group_of in groups.values():
-        group_of.vocabulary = vocabulary
-        group_of.facts = {
-            "step": folder.name,
-            "description": description,
-            "settings": description.get("settings") or {},
-            "strays": sorted(files.difference(names)),
-        }
+    for one in groups.values():
+        one.vocabulary, one.batch, one.strays = vocabulary, batch, sorted(files.difference(names))
     return list(groups.values())
 
 
-def _row(tensors: Mapping[str, Any], description: Mapping[str, Any], number: int) -> dict[str, Any]:
-    start, stop = tensors["row_offsets"][number : number + 2].tolist()
-    row: dict[str, Any] = {name: tensors[name][start:stop] for name in COLUMNS}
-    if "trainer_logprobs" in tensors:
-        row["trainer_logprobs"] = tensors["trainer_logprobs"][start:stop]
-    weight = float(tensors["loss_weights"][number]) if "loss_weights" in tensors else None
-    return {**row, **description["rows"][number], "number": number, "weight": weight, "names": description["versions"]}
+def _add_rows(episode: Inspected, rows: Sequence[tuple[int, TrainingRow]]) -> None:
+    """Put the rows in the place of the sequences that they were made of."""
+    turns = {turn.index: turn for turn in episode.turns}
+    recorded, taken = [], set()
+    for number, row in rows:
+        steps = _steps(row, turns)
+        if steps and steps == steps_to(steps[-1].turn):
+            taken.add(steps[-1].turn.index)
+        else:  # no path through the turns: the row is all there is
+            steps = turns_of_row(row)
+            episode.turns += [step.turn for step in steps]
+        recorded.append(TokenSequence(steps, np.asarray(row.loss_mask, np.uint8), row, number))
+    episode.sequences = [*recorded, *(one for one in episode.derived if one.steps[-1].turn.index not in taken)]
+    if not episode.has_trajectory:
+        episode.trajectory = Trajectory.of_turns(episode.turns)
 
 
-def _add_rows(episode: Episode, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replace sequences by the rows that were made of them."""
-    derived = {sequence.steps[-1].turn: sequence for sequence in episode.sequences if sequence.steps}
-    numbers = {turn.number: position for position, turn in enumerate(episode.turns)}
-    recorded = []
-    for row in rows:
-        steps = _steps(row, numbers)
-        leaf = steps[-1].turn if steps else None
-        own = derived.get(leaf) if leaf is not None else None
-        if own is not None and list(own.steps) == steps:
-            derived.pop(own.steps[-1].turn)
-        elif not steps or episode.steps(steps[-1].turn) != steps:  # no path through the turns: the row is all there is
-            if episode.turns:
-                why = f"row {row['number']} is said to have the turns {[span[0] for span in row['spans']]}, which is no"
-                episode.problems.append(("row-turns", f"{why} sequence of this trajectory"))
-            steps = turns_of_row(episode, row)
-        weight = row["weight"]
-        recorded.append(
-            SequenceRecord(
-                steps,
-                row["loss_mask"],
-                row["advantages"],
-                None if weight is None else np.full(len(row["loss_mask"]), weight),
-                row.get("trainer_logprobs"),
-                row=row,
-                number=row["number"],
-            )
-        )
-    episode.sequences = [*recorded, *derived.values()]
-
-
-def _steps(row: Mapping[str, Any], numbers: Mapping[int, int]) -> list[Step]:
-    """Return the steps of a row; none if its spans name unknown turns or do not cover it."""
+def _steps(row: TrainingRow, turns: Mapping[int, Turn]) -> list[Step]:
+    """Return the steps of a row; none if its spans name unknown turns."""
     steps, start = [], 0
-    for turn, prompt_tokens, sampled_tokens, _ in row["spans"]:
-        if turn not in numbers:
+    for span in row.spans:
+        if span.turn not in turns:
             return []
-        sampled = start + prompt_tokens
-        steps.append(Step(numbers[turn], start, sampled, sampled + sampled_tokens))
-        start = sampled + sampled_tokens
-    return steps if start == len(row["token_ids"]) else []
+        sampled = start + span.prompt_tokens
+        steps.append(Step(turns[span.turn], start, sampled, sampled + span.sampled_tokens))
+        start = steps[-1].stop
+    return steps
 
 
-def turns_of_row(episode: Episode, row: Mapping[str, Any]) -> list[Step]:
-    """Add turns to an episode that are made of a row alone, and return the row's steps.
-
-    Args:
-        episode: The episode.
-        row: `token_ids`, `loss_mask`, `logprobs`, and `spans` or none.
-    """
-    ids, mask = np.asarray(row["token_ids"], np.int32), np.asarray(row["loss_mask"], np.uint8)
-    logprobs = None if row.get("logprobs") is None else np.asarray(row["logprobs"], np.float64)
-    spans = [(prompt, sampled) for _, prompt, sampled, _ in row.get("spans") or ()]
-    if sum(map(sum, spans)) != len(ids):
-        spans = _runs(mask)
-    steps, start, parent = [], 0, None
-    for prompt, count in spans:
+def turns_of_row(row: TrainingRow) -> list[Step]:
+    """Return turns that are made of a row alone, as the steps of its sequence."""
+    spans = [(span.turn, span.prompt_tokens, span.sampled_tokens) for span in row.spans]
+    steps: list[Step] = []
+    start = 0
+    for index, prompt, count in spans or _runs(row.loss_mask):
         sampled, stop = start + prompt, start + prompt + count
-        turn = TurnRecord(
-            number=len(episode.turns),
-            prompt=Tokens(ids[start:sampled], writers=np.full(prompt, Writer.PROMPT, np.uint8)),
-            sampled=Tokens(
-                ids[sampled:stop],
-                None if logprobs is None else logprobs[sampled:stop],
-                np.full(count, Writer.MODEL, np.uint8),
-                versions=_version_spans(row, sampled, stop),
+        versions = _versions(row.versions[sampled:stop])
+        logprobs = row.logprobs[sampled:stop]
+        turn = Turn(
+            index=index,
+            parent=steps[-1].turn if steps else None,
+            why=Reason("continues", detail=("the row",)) if steps else Reason("opens"),
+            key=b"",
+            parts={},
+            digests=(),
+            roles=(),
+            prompt_ids=array("i", row.token_ids[start:sampled]),
+            status=TurnStatus.FINAL,
+            generation=Generation(
+                output_ids=array("i", row.token_ids[sampled:stop]),
+                logprobs=None if np.isnan(logprobs).all() else array("d", logprobs),
+                finish_type="",
+                weight_version=versions[-1].version if versions else None,
+                weight_versions=versions,
             ),
-            parent=parent,
         )
-        parent = len(episode.turns)
-        episode.turns.append(turn)
-        steps.append(Step(parent, start, sampled, stop))
+        steps.append(Step(turn, start, sampled, stop))
         start = stop
     return steps
 
 
-def _runs(mask: Any) -> list[tuple[int, int]]:
-    """Return the lengths of each run without mask and of the run with mask after it."""
-    changes = np.flatnonzero(np.diff(mask)) + 1
-    edges = [0, *changes.tolist(), len(mask)]
-    lengths = [stop - start for start, stop in zip(edges[:-1], edges[1:], strict=True)]
-    if len(mask) and mask[0]:
-        lengths.insert(0, 0)
-    if len(lengths) % 2:
-        lengths.append(0)
-    return list(zip(lengths[::2], lengths[1::2], strict=True))
+def _runs(mask: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return each run of untrained tokens with the trained ones after it, as numbered lengths."""
+    lengths = [(is_trained, len(list(run))) for is_trained, run in groupby(mask, bool)]
+    if lengths and lengths[0][0]:
+        lengths.insert(0, (False, 0))
+    counts = [count for _, count in lengths] + [0]
+    return [(number, *counts[2 * number : 2 * number + 2]) for number in range(len(counts) // 2)]  # type: ignore[misc]
 
 
-def _version_spans(row: Mapping[str, Any], start: int, stop: int) -> tuple[Span, ...]:
-    versions, names = row.get("versions"), row.get("names") or ()
-    if versions is None or stop == start:
-        return ()
-    own = np.asarray(versions)[start:stop]
-    edges = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
-    return tuple(
-        Span(str(names[int(own[first])]), first, last)
-        for first, last in zip(edges[:-1], edges[1:], strict=True)
-        if 0 <= own[first] < len(names)
-    )
+def _versions(names: Sequence[str | None]) -> tuple[VersionSpan, ...]:
+    spans, start = [], 0
+    for name, run in groupby(names):
+        stop = start + len(list(run))
+        if name is not None:
+            spans.append(VersionSpan(name, start, stop))
+        start = stop
+    return tuple(spans)

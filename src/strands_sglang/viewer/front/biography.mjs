@@ -42,7 +42,6 @@ export function facts(page, episode, { vocabulary, sequence, position, place, tu
     add("Training logprob", `${number(value("trainer_logprob"))}  (gap ${number(gap, 3)})`);
   }
   if (c.row_logprob && !Number.isNaN(value("row_logprob"))) add("Logprob in the row", number(value("row_logprob")));
-  if (c.entropy) add("Entropy", number(value("entropy")));
   if (c.kept) add("Could be sampled from", Number.isNaN(value("kept")) ? "–" : `${count(value("kept"))} ids`);
   if (c.advantage) add("Advantage", number(value("advantage")));
   if (c.weight) add("Weight", `${number(value("weight"))}  (product ${number(value("weight") * value("advantage"), 3)})`);

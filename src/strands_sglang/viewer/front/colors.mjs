@@ -81,12 +81,6 @@ export const PROPERTIES = {
     classOf: (c, i, page) => signed(c.trainer_logprob[i] - c.logprob[i], page.ranges.gap),
     legend: (page) => diverging(page.ranges.gap),
   },
-  entropy: {
-    label: "Entropy",
-    needs: ["entropy"],
-    classOf: (c, i, page) => heat(c.entropy[i], page.ranges.entropy),
-    legend: (page) => scale("heat", "0", number(page.ranges.entropy, 3)),
-  },
   drift: {
     label: "Drift",
     needs: ["drift"],

@@ -1,7 +1,7 @@
 // Search over the tokens of a sequence: by text, id or property.
 
 const NUMBER = String.raw`[-−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?`;
-const COMPARISON = new RegExp(`^(id|logprob|probability|advantage|weight|gap|entropy|position)\\s*(<=|>=|<|>|=|:)\\s*(${NUMBER})$`, "i");
+const COMPARISON = new RegExp(`^(id|logprob|probability|advantage|weight|gap|position)\\s*(<=|>=|<|>|=|:)\\s*(${NUMBER})$`, "i");
 const NAMED = /^(writer|version|turn)\s*[:=]\s*(.+)$/i;
 const FLAGS = {
   trained: (c, i) => c.mask?.[i] === 1,
@@ -12,7 +12,7 @@ const FLAGS = {
 
 /** What can be searched for, for people. */
 export const HELP =
-  "text, or: id:151645 · logprob<-5 · probability<0.1 · advantage>0 · gap>0.01 · entropy>2 · writer:tool · version:3 · turn:4 · trained · untrained · sampled · drifted";
+  "text, or: id:151645 · logprob<-5 · probability<0.1 · advantage>0 · gap>0.01 · writer:tool · version:3 · turn:4 · trained · untrained · sampled · drifted";
 
 /**
  * Parse a query into a test of one token, or the text to find.
@@ -44,7 +44,6 @@ export function parseQuery(query, { ids, writers, versions }) {
       advantage: (c, i) => compare(c.advantage?.[i]),
       weight: (c, i) => compare(c.weight?.[i]),
       gap: (c, i) => compare(c.trainer_logprob?.[i] - c.logprob?.[i]),
-      entropy: (c, i) => compare(c.entropy?.[i]),
     };
     return { test: values[name] };
   }
