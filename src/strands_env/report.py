@@ -10,6 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
         ImportError: The package that draws is not installed.
     """
     run, results = read_results(path)
-    samples = [sample for row in results.values() for sample in row]
+    samples = list(chain.from_iterable(results.values()))
     episodes = _Episodes([(path, bool(samples))])
     n = run.n_samples_per_prompt
     metrics = standard_metrics(results, n_samples_per_prompt=n, success_threshold=success_threshold)
@@ -155,7 +156,12 @@ def comparison_page(first: str | Path, second: str | Path, *, success_threshold:
                 head=["state", "tasks"],
                 rows=[[state, str(list(states.values()).count(state))] for state in _FLIPS],
             ),
-            _outcomes({"A": [one for _, row, _ in rows for one in row], "B": [one for *_, row in rows for one in row]}),
+            _outcomes(
+                {
+                    "A": list(chain.from_iterable(row for _, row, _ in rows)),
+                    "B": list(chain.from_iterable(row for *_, row in rows)),
+                }
+            ),
             *_configuration(found.configuration),
         ],
         plots=[],
@@ -229,7 +235,8 @@ class _Episodes:
         at = itertools.count()
         for which, groups in enumerate(read):
             self.groups += groups
-            self._numbers.update({(which, episode.id): next(at) for group in groups for episode in group.episodes})
+            for episode in chain.from_iterable(group.episodes for group in groups):
+                self._numbers[which, episode.id] = next(at)
         if left_out:
             self.notes.append(
                 f"The samples hold {left_out:,} tokens, more than a page can show, so it has their conversations only: "
@@ -310,18 +317,17 @@ def _outcomes(samples: Mapping[str, Sequence[EvalSample]]) -> Table:
     """How many samples have each outcome, and their share; for two evaluations also what moved."""
     counts = [Counter(one.step_result.termination_reason.value for one in those) for those in samples.values()]
     totals = [max(1, sum(count.values())) for count in counts]
-    names = sorted({name: 0 for count in counts for name in count}, key=lambda name: (-counts[0][name], name))
+    names = sorted(dict.fromkeys(chain.from_iterable(counts)), key=lambda name: (-counts[0][name], name))
     moved = len(counts) == 2
     return Table(
         title="Outcomes",
-        head=["outcome", *(part for name in samples for part in (name, "share")), *(["B - A"] if moved else [])],
+        head=["outcome", *chain.from_iterable((name, "share") for name in samples), *(["B - A"] if moved else [])],
         rows=[
             [
                 name,
-                *(
-                    part
+                *chain.from_iterable(
+                    (str(count[name]), f"{100 * count[name] / total:.1f} %")
                     for count, total in zip(counts, totals, strict=True)
-                    for part in (str(count[name]), f"{100 * count[name] / total:.1f} %")
                 ),
                 *([f"{counts[1][name] - counts[0][name]:+d}"] if moved else []),
             ]

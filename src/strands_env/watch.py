@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ class EvaluationView:
             CheckpointError: The files are damaged.
         """
         run, results = self._reader.read()
-        samples = [sample for row in results.values() for sample in row]
+        samples = list(chain.from_iterable(results.values()))
         finished, total = sum(sample.is_finished for sample in samples), len(run.sample_keys)
         if self._shown[0] != self._reader.state:
             metrics = standard_metrics(

@@ -20,7 +20,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, compress, groupby
+from itertools import accumulate, chain, compress, groupby
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -206,19 +206,21 @@ class TrainingRows(Sequence[TrainingRow]):
             ValueError: Two batches have an episode of one id: their rows would count as one episode.
         """
         parts = list(batches)
-        names = Counter(name for part in parts for name in {**part.advantages, **part.left_out})
+        names = Counter(chain.from_iterable({**part.advantages, **part.left_out} for part in parts))
         for name, count in names.items():
             if count > 1:
                 raise ValueError(f"{count} batches have an episode with the id {name!r}; each needs its own")
-        return cls(
-            [row for part in parts for row in part],
-            {name: reason for part in parts for name, reason in part.left_out.items()},
-            [group for part in parts for group in part.flat_groups],
-            {name: own for part in parts for name, own in part.advantages.items()},
-            {name: reward for part in parts for name, reward in part.rewards.items()},
-            settings=parts[0].settings if parts and all(part.settings == parts[0].settings for part in parts) else None,
-            episodes={name: facts for part in parts for name, facts in part.episodes.items()},
-        )
+        joined = cls([], {}, [], {}, {})
+        for part in parts:
+            joined._rows += part
+            joined.left_out |= part.left_out
+            joined.flat_groups += part.flat_groups
+            joined.advantages |= part.advantages
+            joined.rewards |= part.rewards
+            joined.episodes |= part.episodes
+        if parts and all(part.settings == parts[0].settings for part in parts):
+            joined.settings = parts[0].settings
+        return joined
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -267,7 +269,8 @@ class TrainingRows(Sequence[TrainingRow]):
         groups = [*(row.group for row in self._rows), *(facts["group"] for facts in self.episodes.values())]
         for group in (*groups, *self.flat_groups):
             _check_group(group)
-        versions = list(dict.fromkeys(name for row in self._rows for name in row.versions if name is not None))
+        used = dict.fromkeys(chain.from_iterable(row.versions for row in self._rows))
+        versions = [name for name in used if name is not None]
         numbers: dict[str | None, int] = {name: number for number, name in enumerate(versions)}
         numbers[None] = -1
         columns: dict[str, tuple[str, list[Sequence[Any]]]] = {
@@ -394,7 +397,7 @@ class TrainingRows(Sequence[TrainingRow]):
             raise ValueError(f"loss {loss!r} normalizes each micro-batch: pass micro_batches=, the rows of each")
         if reduction is _per_length_limit and not (max_length is not None and max_length > 0):
             raise ValueError(f"loss {loss!r} divides by a fixed length: pass max_length=")
-        placed = sorted(index for batch in micro_batches or () for index in batch)
+        placed = sorted(chain.from_iterable(micro_batches or ()))
         if micro_batches is not None and placed != list(range(len(self))):
             raise ValueError(f"micro_batches must hold each of the {len(self)} rows once")
         batch = Batch(self._rows, fillers, micro_batches, max_length, len(self.left_out))
@@ -743,7 +746,8 @@ def _check_trajectories(episodes: Iterable[Episode]) -> None:
 
 def _turns(sequences: Iterable[tuple[Turn, TokenManager]]) -> list[Turn]:
     """Return the turns of the rollout, in the order of calls, without those of helpers."""
-    known = {turn.index: turn for leaf, _ in sequences for turn, _ in leaf.steps() if not turn.is_auxiliary}
+    steps = chain.from_iterable(leaf.steps() for leaf, _ in sequences)
+    known = {turn.index: turn for turn, _ in steps if not turn.is_auxiliary}
     return [known[index] for index in sorted(known)]
 
 
@@ -797,9 +801,7 @@ def _rows(
         [version if mask else None for version, mask in zip(tokens.policy_versions, own, strict=True)]
         for (_, tokens), own in zip(trained, masks, strict=True)
     ]
-    numbers = {
-        version_number(version) for own, mask in zip(versions, masks, strict=True) for version in compress(own, mask)
-    }
+    numbers = set(map(version_number, chain.from_iterable(map(compress, versions, masks))))
     oldest = None if None in numbers else min((number for number in numbers if number is not None), default=None)
     rows = []
     for (leaf, tokens), mask, own in zip(trained, masks, versions, strict=True):
@@ -841,7 +843,7 @@ def _unfit(
     """Return why an episode cannot be trained; None if it can."""
     if not rows:
         return Reason("no_token")
-    values = [value for row in rows for value in compress(row.logprobs, row.loss_mask)]
+    values = list(chain.from_iterable(compress(row.logprobs, row.loss_mask) for row in rows))
     if not all(map(math.isfinite, values)):
         return Reason("no_logprob" if any(map(math.isnan, values)) else "logprob_not_finite")
     longest = max(map(len, rows))
@@ -850,12 +852,8 @@ def _unfit(
     if version is not None and max_staleness is not None:
         oldest = rows[0].episode_version
         if oldest is None:
-            names = {
-                "none" if name is None else repr(name)
-                for row in rows
-                for name in compress(row.versions, row.loss_mask)
-                if version_number(name) is None
-            }
+            used = chain.from_iterable(compress(row.versions, row.loss_mask) for row in rows)
+            names = {"none" if name is None else repr(name) for name in used if version_number(name) is None}
             raise ValueError(
                 f"max_staleness needs integers as weight versions, but tokens of episode {rows[0].episode} have "
                 f"{', '.join(sorted(names))}"

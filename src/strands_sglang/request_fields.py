@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from itertools import chain, product
 from typing import Any
 
 from .json_values import plain
@@ -63,7 +64,9 @@ _REFUSED: Mapping[str, str] = {
     "num_items_assigned encoder_urls",
     "it is an argument of SGLangClient.generate": "vocab_size cancel_signal on_partial deadline",
 }
-REFUSED_FIELDS: Mapping[str, str] = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
+REFUSED_FIELDS: Mapping[str, str] = dict(
+    chain.from_iterable(product(names.split(), [reason]) for reason, names in _REFUSED.items())
+)
 """The fields that no option accepts, and why."""
 
 

@@ -309,11 +309,11 @@ class Run:
     def sample_keys(self) -> dict[str, tuple[str, int]]:
         """Prompt id and sample index by sample key, in order."""
         config = self.config_digest
-        return {
-            digest([content, index, config]): (prompt, index)
-            for prompt, content in self.prompts.items()
-            for index in range(self.n_samples_per_prompt)
-        }
+        keys = {}
+        for prompt, content in self.prompts.items():
+            for index in range(self.n_samples_per_prompt):
+                keys[digest([content, index, config])] = (prompt, index)
+        return keys
 
 
 class StoredTokens(TokenObservation):

@@ -17,6 +17,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,13 +138,13 @@ def standard_metrics(
     """
     n = n_samples_per_prompt
     scored = scores(results, success_threshold=success_threshold)
-    finished = sum(sample.is_finished for samples in results.values() for sample in samples)
+    finished = sum(sample.is_finished for sample in chain.from_iterable(results.values()))
     dropped = len(results) * n - finished
     metrics: dict[str, float] = {
         "prompts": float(len(results)),
         "samples": float(finished),
         "dropped_samples": float(dropped),
-        "errored_samples": float(sum(score.sample.reward is None for row in scored.values() for score in row)),
+        "errored_samples": float(sum(score.sample.reward is None for score in chain.from_iterable(scored.values()))),
         "unscored_samples": float(finished - sum(len(row) for row in scored.values())),
     }
     rewards = [[score.reward for score in row] for row in scored.values()]
@@ -215,7 +216,8 @@ def scores(results: Results, *, success_threshold: float, least: float = 0.0) ->
         Scores by prompt id, in the order of the samples.
     """
     finished = {prompt: [sample for sample in samples if sample.is_finished] for prompt, samples in results.items()}
-    rewards = [sample.reward for samples in finished.values() for sample in samples if sample.reward is not None]
+    samples = chain.from_iterable(finished.values())
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
     error = min([least, *rewards])
 
     return {
@@ -238,7 +240,7 @@ def reward_scale(rewards: Iterable[Sequence[float]]) -> tuple[float, float]:
     Args:
         rewards: Rewards of each prompt.
     """
-    seen = [reward for row in rewards for reward in row]
+    seen = list(chain.from_iterable(rewards))
     return min([0.0, *seen]), max([1.0, *seen])
 
 
@@ -502,7 +504,8 @@ def compare(
     """
     scored = []  # for each, the scores of the prompts that have any, by the digest of their content
     names: dict[str, str] = {}
-    rewards = [sample.reward or 0.0 for _, results in (first, second) for row in results.values() for sample in row]
+    rows = chain(first[1].values(), second[1].values())
+    rewards = [sample.reward or 0.0 for sample in chain.from_iterable(rows)]
     least = min([0.0, *rewards])
     for run, results in (first, second):
         by_prompt = scores(results, success_threshold=success_threshold, least=least)
@@ -511,7 +514,9 @@ def compare(
     common = [content for content in scored[0] if content in scored[1]]
     if not common:
         raise ValueError("the evaluations have no prompt with scored samples in common")
-    least, most = reward_scale([score.reward for score in row] for one in scored for row in one.values())
+    least, most = reward_scale(
+        [score.reward for score in row] for row in chain.from_iterable(one.values() for one in scored)
+    )
     successes, means = (
         [
             np.array([float(np.mean([getattr(score, name) for score in one[content]])) for content in common])
@@ -534,7 +539,10 @@ def compare(
             )
         )
     counts = [
-        Counter(score.sample.step_result.termination_reason.value for content in common for score in one[content])
+        Counter(
+            score.sample.step_result.termination_reason.value
+            for score in chain.from_iterable(one[content] for content in common)
+        )
         for one in scored
     ]
     return Comparison(
@@ -555,7 +563,7 @@ def _configuration(first: tuple[Run, Results], second: tuple[Run, Results]) -> d
     """What differs in two configurations; if nothing does, in the environments of their first samples."""
     facts = [flat(run.facts) for run, _ in (first, second)]
     if facts[0] == facts[1]:
-        samples = [[sample for row in results.values() for sample in row] for _, results in (first, second)]
+        samples = [list(chain.from_iterable(results.values())) for _, results in (first, second)]
         environments = [next((one.environment for one in those if one.environment), None) for those in samples]
         if None not in environments:
             facts = [flat({"environment": one}) for one in environments]
@@ -605,11 +613,8 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
     """
     names = metric_names(metrics)
     counts = ("prompts", "samples", "dropped_samples", "errored_samples", "unscored_samples")
-    of_names = {
-        f"{name}{end}"
-        for name in names
-        for end in ("", "_low", "_high", "_prompts", "_dropped_prompts", "_if_dropped_failed")
-    }
+    ends = ("", "_low", "_high", "_prompts", "_dropped_prompts", "_if_dropped_failed")
+    of_names = {f"{name}{end}" for name, end in product(names, ends)}
     others = [f"{name}: {value:g}" for name, value in metrics.items() if name not in of_names and name not in counts]
     counted = [f"{metrics[name]:.0f} {name.removesuffix('_samples')}" for name in counts if name in metrics]
     return [*table_lines(metric_rows(metrics)), "", *wrapped(f"counts: {', '.join(counted)}"), *others]
@@ -621,7 +626,7 @@ def end_lines(results: Results) -> list[str]:
     Args:
         results: All samples.
     """
-    samples = [sample for row in results.values() for sample in row]
+    samples = list(chain.from_iterable(results.values()))
     ends = Counter(sample.step_result.termination_reason.value for sample in samples)
     lines = wrapped(f"ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}") if ends else []
     for what, those in (
@@ -669,7 +674,7 @@ def costs(results: Results, prices: Prices, *, success_threshold: float) -> dict
     Returns:
         `cost`, and as far as there are any, `cost_per_sample` and `cost_per_solved_prompt`.
     """
-    known = [prices.cost_of(sample) for row in results.values() for sample in row if sample.is_finished]
+    known = [prices.cost_of(sample) for sample in chain.from_iterable(results.values()) if sample.is_finished]
     spent = [cost for cost in known if cost is not None]
     if not spent:
         return {}

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ async def score(
         for kept in list(scored_samples.values())[:1]:
             if kept.environment is not None:
                 storage.refuse_other_environment(kept.key, {**kept.environment, **reward})
-        saved = [(keys[row.prompt_id, row.sample_index], row) for rows in results.values() for row in rows]
+        saved = [(keys[row.prompt_id, row.sample_index], row) for row in chain.from_iterable(results.values())]
         todo = [(key, sample) for key, sample in saved if key not in scored_samples]
         waiting = iter(todo)
         progress = stack.enter_context(

@@ -198,6 +198,9 @@ def _is_infrastructure(error: BaseException) -> bool:
     while cause is not None and cause not in seen:
         seen.append(cause)
         cause = cause.__cause__ or getattr(cause, "original_exception", None)
-    names = {base.__name__ for one in seen for base in type(one).__mro__}
-    statuses = {getattr(one, name, None) for one in seen for name in ("status", "status_code")}
+    names: set[str] = set()
+    statuses: set[Any] = set()
+    for one in seen:
+        names.update(base.__name__ for base in type(one).__mro__)
+        statuses.update((getattr(one, "status", None), getattr(one, "status_code", None)))
     return not names & _SLOW and bool(names & _UNREACHABLE or statuses & _BUSY)

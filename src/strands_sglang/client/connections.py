@@ -616,14 +616,12 @@ def failure_kind(error: Exception) -> FailureKind | None:
         (aiohttp.ClientResponseError, FailureKind.UNDECODABLE),
         (aiohttp.ClientError, FailureKind.DROPPED),
     )
-    matches = (
-        kind
-        for kinds in (aiohttp_kinds, _KINDS)
-        for link in _causes(error)
-        for types, kind in kinds
-        if isinstance(link, types)
-    )
-    return next(matches, None)
+    for kinds in (aiohttp_kinds, _KINDS):
+        for link in _causes(error):
+            for types, kind in kinds:
+                if isinstance(link, types):
+                    return kind
+    return None
 
 
 def root_cause(error: Exception) -> str:

@@ -124,10 +124,10 @@ def lines(found: Sequence[Finding]) -> Iterator[str]:
 
 def summary(groups: Sequence[Group], found: Sequence[Finding]) -> str:
     """Return one line about what was checked."""
-    episodes = [episode for group in groups for episode in group.episodes]
+    episodes = sum(len(group.episodes) for group in groups)
     turns = list(turns_of(groups))
     tokens = count_tokens(turns)
     texts = "" if any(group.vocabulary for group in groups) else "; ids and texts are not compared without --tokenizer"
     result = counted(len(found), "finding") if found else "nothing is wrong"
-    what = f"{counted(len(episodes), 'episode')}, {counted(len(turns), 'turn')} and {counted(tokens, 'token')}"
+    what = f"{counted(episodes, 'episode')}, {counted(len(turns), 'turn')} and {counted(tokens, 'token')}"
     return f"{result} in {what}{texts}"

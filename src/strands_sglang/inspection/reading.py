@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,10 @@ def _read_folder(folder: Path) -> list[Group]:
         return read_step(folder)
     plans = [name.removesuffix(".run.json") for name in names if name.endswith(".run.json")]
     if plans:
-        return [group for name in plans for group in read_evaluation(folder / f"{name}.jsonl")]
+        return list(chain.from_iterable(read_evaluation(folder / f"{name}.jsonl") for name in plans))
     steps = [folder / name for name in names if (folder / name / ROWS).is_file()]
     if steps:
-        return [group for step in steps for group in read_step(step)]
+        return list(chain.from_iterable(map(read_step, steps)))
     if (folder / "steps").is_dir():
         return _read_folder(folder / "steps")
     files = [folder / name for name in names if name.endswith(".safetensors")]

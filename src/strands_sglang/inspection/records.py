@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..credit import Episode, TrainingRow, TrainingRows
@@ -221,7 +222,7 @@ class Inspected:
 
     def other_leaves(self) -> list[Turn]:
         """Return the last turns of the paths that no sequence shows: discarded, failed and auxiliary calls."""
-        shown = {id(step.turn) for sequence in self.sequences for step in sequence.steps}
+        shown = {id(step.turn) for step in chain.from_iterable(one.steps for one in self.sequences)}
         others = [turn for turn in self.turns if id(turn) not in shown]
         inner = {id(turn.parent) for turn in others}
         return [turn for turn in others if id(turn) not in inner]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby, product
 
 import numpy as np
 
@@ -41,9 +41,10 @@ def episode_lines(
     Raises:
         UnreadableError: There is no such episode or turn.
     """
-    found = [(group, one) for group in groups for one in group.episodes if episode in (None, one.id)]
+    held = list(chain.from_iterable(product([group], group.episodes) for group in groups))
+    found = [(group, one) for group, one in held if episode in (None, one.id)]
     if not found:
-        known = ", ".join(one.id for group in groups for one in group.episodes[:8])
+        known = ", ".join(one.id for _, one in held[:8])
         raise UnreadableError(f"--episode {episode}: there is none of this id; some are {known}")
     for _, one in found:
         yield from _wrapped(_heading(one), "bold")

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import orjson
@@ -131,6 +131,11 @@ def to_chat_messages(
     return chat
 
 
+def blocks_of(messages: Iterable[Message]) -> Iterator[Any]:
+    """Return the content blocks of Strands messages in order."""
+    return chain.from_iterable(message["content"] for message in messages)
+
+
 def plain_texts(value: Any) -> Iterator[str]:
     """Yield the texts in content blocks, and skip everything else."""
     if isinstance(value, str):
@@ -146,13 +151,8 @@ def plain_texts(value: Any) -> Iterator[str]:
 
 def pictures_of(chat: Iterable[ChatMessage]) -> list[Picture]:
     """Return the images of chat messages, in the order in which a template renders them."""
-    return [
-        part.picture
-        for message in chat
-        if isinstance(message["content"], list)
-        for part in message["content"]
-        if isinstance(part, ImagePart)
-    ]
+    parts = chain.from_iterable(message["content"] for message in chat if isinstance(message["content"], list))
+    return [part.picture for part in parts if isinstance(part, ImagePart)]
 
 
 class ChatTools(list[dict[str, Any]]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import orjson
@@ -36,7 +37,7 @@ def said_in(messages: Iterable[Mapping[str, Any]], system: str | None = None) ->
         system: The system prompt, which comes first; None for none.
     """
     before = () if system is None else (Said("system", "text", system),)
-    return (*before, *(part for message in messages for part in _parts(message)))
+    return (*before, *chain.from_iterable(map(_parts, messages)))
 
 
 def _parts(message: Mapping[str, Any]) -> Iterator[Said]:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 from anyio import to_thread
@@ -44,6 +45,7 @@ from ..messages import (
     ChatMessage,
     ChatTools,
     Conversation,
+    blocks_of,
     exact_bytes,
     pictures_of,
     to_chat_messages,
@@ -386,7 +388,7 @@ class ModelCall:
     async def _request(self, plan: RequestPlan) -> Generation:
         """Make the next request and read its answer."""
         template = self.template
-        so_far = [token_id for part in self.parts for token_id in part.output_ids]
+        so_far = list(chain.from_iterable(part.output_ids for part in self.parts))
         stops = stop_strings(plan.sampling_params)
         self._begun = begun_stop_strings(stops, template.decode(so_far)) if so_far and stops else []
         input_ids = self.turn.encoded_ids(len(template.tokenizer)).plus(so_far)  # sampled ids may be padding ids
@@ -586,7 +588,7 @@ class ModelCall:
             if known == len(messages):
                 return counted, None
         elif is_part and not has_answer:
-            blocks = [block for message in messages for block in message["content"]]
+            blocks = blocks_of(messages)
             answered = {block["toolResult"]["toolUseId"] for block in blocks if "toolResult" in block}
             latest = self.trajectory.latest_answered(answered)
             if latest is None:
@@ -616,7 +618,7 @@ class ModelCall:
         tools = self._tools(turn) if known else turn.chat_tools
         had_tool_results = turn.has_calls_before
         if known:
-            had_tool_results = any("toolResult" in block for message in before for block in message["content"])
+            had_tool_results = any("toolResult" in block for block in blocks_of(before))
         has_answer = any(message["role"] == "assistant" for message in messages)
         has_own_system = self.chat.system is not None
 
@@ -673,7 +675,7 @@ class ModelCall:
 
     def _shows_reasoning(self, path: Sequence[Turn], before: Messages) -> bool:
         """Whether a prompt of the path shows reasoning of the conversation."""
-        blocks = (block.get("reasoningContent") or {} for message in before for block in message["content"])
+        blocks = (block.get("reasoningContent") or {} for block in blocks_of(before))
         thoughts = [encodable((block.get("reasoningText") or {}).get("text", "")).strip() for block in blocks]
         if not any(thoughts):
             return False
@@ -687,7 +689,7 @@ class ModelCall:
             return self.template.opening(self._whole_chat(self.chat.messages), self._tools())
 
         # Tool calls and their results are shown as this trajectory recorded them.
-        blocks = (block for message in self.chat.messages for block in message["content"])
+        blocks = blocks_of(self.chat.messages)
         has_answer = any(message["role"] == "assistant" for message in self.chat.messages)
         if has_answer or self.images is not None or any("toolResult" in block for block in blocks):
             return render()
@@ -756,7 +758,7 @@ async def encoded(messages: Messages, encode: Callable[[], T]) -> T:
 
 
 def _count_calls(messages: Messages) -> int:
-    return sum("toolUse" in block for message in messages for block in message["content"])
+    return sum("toolUse" in block for block in blocks_of(messages))
 
 
 # --- checking answers ---

@@ -43,7 +43,7 @@ from typing_extensions import Unpack, override
 from ..client.client import SGLangClient
 from ..client.shared import get_client
 from ..exceptions import SGLangCancelledError
-from ..messages import is_tool_name, is_unknown_tool, message_digest, plain_texts, system_text
+from ..messages import blocks_of, is_tool_name, is_unknown_tool, message_digest, plain_texts, system_text
 from ..reasons import Reason
 from ..templates.chat_template import ChatTemplate, get_chat_template
 from ..templates.image_tokens import ImageProcessor
@@ -474,7 +474,7 @@ class SGLangModel(Model):
             return await self._call(messages, tool_specs, system, self.trajectory).count()
         except Exception as error:
             logger.debug("error=<%s> | counting plain text", error)
-            texts = [system or "", *(text for message in messages for text in plain_texts(message["content"]))]
+            texts = [system or "", *plain_texts(list(blocks_of(messages)))]
             return await encoded(messages, lambda: sum(len(self.chat_template.encode(text)) for text in texts))
 
     # --- calls ---

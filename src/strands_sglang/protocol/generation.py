@@ -372,7 +372,7 @@ def _read_versions(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ..
         return (VersionSpan(version, 0, count),) if version is not None and count else ()
     spans = [VersionSpan(str(span["version"]), int(span["start"]), int(span["end"])) for span in reported]
     spans = [span for span in spans if span.start < span.end]
-    bounds = [0, *(bound for span in spans for bound in (span.start, span.end)), count]
+    bounds = [0, *chain.from_iterable(span[1:] for span in spans), count]
     if bounds != sorted(bounds):
         raise SGLangDecodingError(f"the server's weight_versions do not fit its {count} sampled tokens: {reported!r}")
     return tuple(spans)
@@ -512,8 +512,11 @@ def begun_stop_strings(stops: Sequence[str], text: str) -> list[str]:
 
     A server searches each request's tokens for stop strings, so it would miss one that an abort has split.
     """
-    begun = (stop[count:] for stop in stops for count in range(1, len(stop)) if text.endswith(stop[:count]))
-    return [rest for rest in dict.fromkeys(begun) if rest not in stops]
+    begun: dict[str, None] = {}
+    for stop in stops:
+        counts = range(1, len(stop))
+        begun.update((stop[count:], None) for count in counts if text.endswith(stop[:count]))
+    return [rest for rest in begun if rest not in stops]
 
 
 def join_parts(parts: Sequence[Generation]) -> Generation:
@@ -559,7 +562,7 @@ def join_parts(parts: Sequence[Generation]) -> Generation:
         weight_versions=tuple(spans),
         # In later parts these would belong to tokens that this response sampled.
         prompt_logprobs=ran[0].prompt_logprobs if ran else last.prompt_logprobs,
-        resumed_ids=tuple(rid for part in parts for rid in (*part.resumed_ids, part.request_id))[:-1],
+        resumed_ids=tuple(chain.from_iterable((*part.resumed_ids, part.request_id) for part in parts))[:-1],
         routed_experts=_joined_experts(parts),
         sampling_mask=joined_mask((_kept_ids_or_none(part), part.completion_tokens) for part in parts),
         sampling_logprobs=_joined("d", sampling_logprobs) if has_sampling_logprobs else None,

@@ -26,7 +26,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..families import Family, find_family, get_family, numbered_function
@@ -982,7 +982,8 @@ def tested_constants(source: str, environment: Any) -> frozenset[str]:
     names = {node.attr for node in tree.find_all(nodes.Getattr)}
     for node in tree.find_all(nodes.Node):
         values = [one.value for one in node.iter_child_nodes() if isinstance(one, nodes.Const)]
-        tested |= {str(one) for value in values if isinstance(value, list | tuple | dict) for one in value}
+        listed = chain.from_iterable(value for value in values if isinstance(value, list | tuple | dict))
+        tested |= set(map(str, listed))
         constants = {str(value) for value in values if isinstance(value, str | int)}
         searches = isinstance(node, nodes.Call) and getattr(node.node, "attr", "get") != "get"
         if isinstance(node, nodes.Getitem):
@@ -992,7 +993,8 @@ def tested_constants(source: str, environment: Any) -> frozenset[str]:
         elif not isinstance(node, written):
             others |= constants
         if isinstance(node, nodes.Compare) and _subject(node.expr) in not_text:
-            names |= {str(one.value) for operand in node.ops for one in operand.find_all(nodes.Const)}
+            operands = chain.from_iterable(operand.find_all(nodes.Const) for operand in node.ops)
+            names |= {str(one.value) for one in operands}
     return frozenset({*tested, " ".join(sorted(others - tested))} - names - {"True", "False", "None"})
 
 
@@ -1123,7 +1125,7 @@ class TemplateForms:
 
     def put(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Put messages into the template's forms; messages already in them stay unchanged."""
-        formed = [formed for message in messages for formed in self._put(message)]
+        formed = list(chain.from_iterable(map(self._put, messages)))
         if not self.text_as_parts:
             return formed
         return [
@@ -1318,7 +1320,7 @@ class ControlTokens:
                 token_ids = self._encode_without(whole)
                 # A vocabulary may also have a control token as an ordinary piece.
                 if not self._counted.isdisjoint(token_ids):
-                    token_ids = [token_id for letter in whole for token_id in self._encode_without(letter)]
+                    token_ids = list(chain.from_iterable(map(self._encode_without, whole)))
                 if not self._counted.isdisjoint(token_ids):
                     raise ChatTemplateError(
                         f"a message holds a control token that this tokenizer cannot encode as text: {whole!r:.200}"
@@ -1360,7 +1362,7 @@ def _any_of(words: Iterable[str]) -> str:
 
 
 def _ids_of(encoded: Sequence[EncodedText]) -> list[int]:
-    return [token_id for part in encoded for token_id in part.token_ids]
+    return list(chain.from_iterable(part.token_ids for part in encoded))
 
 
 _templates_lock = threading.Lock()

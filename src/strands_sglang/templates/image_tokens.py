@@ -25,6 +25,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..exceptions import SGLangDecodingError, SGLangHTTPError
@@ -196,7 +197,7 @@ class ImageProcessor:
             UnsupportedContentError: The ids hold placeholders without an image, for example a sampled one. SGLang
                 0.5.23 would answer with a 500, or never.
         """
-        pictures = [picture for turn in inputs for picture in turn.pictures]
+        pictures = list(chain.from_iterable(turn.pictures for turn in inputs))
         if not pictures:
             return {}
         for found, expected in self._miscounts(sent_ids, pictures):

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import islice, product
 from typing import Any, Literal
 
 import orjson
@@ -229,7 +229,7 @@ class ScriptedExperts:
             token_id: Id of the token.
         """
         firsts = (mixed_bits(position * self.layers + layer, token_id) for layer in range(self.layers))
-        return [(first + i) % self.experts for first in firsts for i in range(self.top_k)]
+        return [(first + i) % self.experts for first, i in product(firsts, range(self.top_k))]
 
     def encoded(self, token_ids: Sequence[int], start: int) -> str:
         """Return the value in a response: base64 of the rows of all tokens from `start` on, except the last.

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ..tool_parsers.reading.schemas import same_json, type_name
@@ -68,7 +69,7 @@ def either(options: Iterable[Element | str]) -> Element:
 def _flat(parts: Iterable[Element | str], kind: str) -> list[Element]:
     """Return parts as elements, with nested sequences or alternatives flattened."""
     elements = [literal(part) if isinstance(part, str) else part for part in parts]
-    return [found for each in elements for found in (each["elements"] if each["type"] == kind else [each])]
+    return list(chain.from_iterable(each["elements"] if each["type"] == kind else [each] for each in elements))
 
 
 def optional(part: Element | str) -> Element:
@@ -321,7 +322,7 @@ def plain_value(schema: Schema, excludes: Sequence[str], *, python_spellings: bo
     kinds = [option.value.get("type", "constants") for option in alternatives(schema)]
     if not python_spellings or "string" in kinds or "constants" in kinds:
         return written
-    return either([written, *(word for kind in kinds for word in _PYTHON_SPELLINGS.get(kind, ()))])
+    return either([written, *chain.from_iterable(_PYTHON_SPELLINGS.get(kind, ()) for kind in kinds)])
 
 
 def values_by_type(schema: Schema, excludes: Sequence[str]) -> dict[str, Element]:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from itertools import combinations, count, product
+from itertools import chain, combinations, count, product
 from typing import Any, NamedTuple
 
 from ..tool_parsers.reading.schemas import (
@@ -35,7 +35,7 @@ _OF_TYPE = {
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
 }
-_CONSTRAINTS = {key for keys in _OF_TYPE.values() for key in keys} | {"$ref", "anyOf", "oneOf", "allOf"}
+_CONSTRAINTS = {*chain.from_iterable(_OF_TYPE.values())} | {"$ref", "anyOf", "oneOf", "allOf"}
 # Keywords that belong together: two schemas are joined only if they agree on each group.
 _TOGETHER = (
     *(("properties", "additionalProperties"), ("items", "prefixItems")),
@@ -139,7 +139,7 @@ def alternatives(schema: Schema) -> list[Schema]:
     if not found:
         raise schema.unsupported("the schema allows no value")
     any_type = [schema.at({"type": kind}) for kind in _ANY_TYPE]
-    return [option for each in found for option in ([each] if each.value else any_type)]
+    return list(chain.from_iterable([each] if each.value else any_type for each in found))
 
 
 def _alternatives(schema: Schema) -> list[Schema]:
@@ -205,10 +205,10 @@ def _choices(schema: Schema, keyword: str) -> list[Schema]:
         parts.append(_alternatives(_joined(schema, keyword, [choice], keyword, str(index))))
         if sum(map(len, parts)) > _MOST_ALTERNATIVES:
             raise schema.unsupported(f"a grammar may have at most {_MOST_ALTERNATIVES} alternatives in one place")
-    pairs = ((first, second) for one, other in combinations(parts, 2) for first in one for second in other)
+    pairs = chain.from_iterable(product(one, other) for one, other in combinations(parts, 2))
     if keyword == "oneOf" and not all(_exclusive(*pair) for pair in pairs):
         raise schema.unsupported("the alternatives of 'oneOf' do not obviously exclude each other")
-    return [found for part in parts for found in part]
+    return list(chain.from_iterable(parts))
 
 
 def _constants(schema: Schema) -> list[Schema]:
@@ -232,7 +232,7 @@ def _exclusive(one: Schema, other: Schema) -> bool:
     if not allowed_types(one.value) & allowed_types(other.value):
         return True
     if "enum" in one.value and "enum" in other.value:
-        return not any(same_json(value, listed) for value in one.value["enum"] for listed in other.value["enum"])
+        return not any(same_json(*pair) for pair in product(one.value["enum"], other.value["enum"]))
     if not one.value.get("type") == other.value.get("type") == "object":
         return False
     mine, theirs = (

@@ -221,11 +221,12 @@ class ToolParser:
         reasoning, visible = self.texts_of(turn, spans)
         if self._has_format:
             doubtful = doubtful_calls(turn, spans)
-            calls = [
-                self._ambiguous(turn.text[span.start : span.end], call) if index in doubtful else call
-                for index, span in enumerate(spans)
-                for call in span.calls
-            ]
+            calls = []
+            for index, span in enumerate(spans):
+                if index in doubtful:
+                    calls += [self._ambiguous(turn.text[span.start : span.end], call) for call in span.calls]
+                else:
+                    calls += span.calls
         else:
             remaining = without_reasoning(turn, spans)
             # The ids are those of the whole turn, so they do not fit a part of it.

@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from ..credit import Episode, TrainingRow, training_rows, version_number
@@ -43,14 +43,11 @@ def left_out_reason(episode: Episode, max_tokens: int | None) -> str | None:
 
 def newest_version(episodes: Iterable[Episode]) -> int:
     """Return the highest version of the weights that sampled a token, as a number; 0 if none is a number."""
-    names = (
-        span.version
-        for episode in episodes
-        for turn in episode.trajectory.turns
-        if turn.generation is not None
-        for span in turn.generation.weight_versions
-    )
-    return max((number for name in names if (number := version_number(name)) is not None), default=0)
+    newest = 0
+    for turn in chain.from_iterable(episode.trajectory.turns for episode in episodes):
+        spans = () if turn.generation is None else turn.generation.weight_versions
+        newest = max(newest, *(version_number(span.version) or 0 for span in spans), 0)
+    return newest
 
 
 def refuse_images(rows: Iterable[TrainingRow], what: str) -> None:

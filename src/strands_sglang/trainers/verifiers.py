@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..credit import Episode
@@ -263,7 +264,7 @@ def _kept_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[int]:
     A compaction that was attempted and that no later node resumes from is none of them.
     """
     links = [node.get("semantic_parents") or () for node in nodes]
-    resumed = {link["node"] for own in links for link in own if link["type"] == "compaction"}
+    resumed = {link["node"] for link in chain.from_iterable(links) if link["type"] == "compaction"}
     inner = {node.get("parent") for node in nodes}
     seen: set[int] = set()
     for leaf in (number for number in range(len(nodes)) if number not in inner):

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from strands.types.content import Message, Messages
 
-from ..messages import block_difference, block_digests, message_digest
+from ..messages import block_difference, block_digests, blocks_of, message_digest
 from ..reasons import Reason
 from .turn import Turn, TurnStatus
 
@@ -225,7 +225,7 @@ def _is_kept_in_another_form(turn: Turn, after: After) -> bool:
     """Whether one of its tool calls is in the history or, without tool calls, its texts are."""
     calls = {call["toolUseId"] for call in turn.tool_calls}
     if calls:
-        blocks = (block for message in after.messages for block in message["content"])
+        blocks = blocks_of(after.messages)
         return any("toolUse" in block and block["toolUse"]["toolUseId"] in calls for block in blocks)
     first = after.first
     if first is None or first["role"] != "assistant":

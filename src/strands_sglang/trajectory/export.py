@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from ..protocol.generation import clip_spans
 from .tokens import Segment, TokenManager
@@ -70,10 +71,8 @@ def sequence_of(leaf: Turn, already_trained: Mapping[int, int] | None = None) ->
     """
     if already_trained is None:
         already_trained = helpers_tokens(leaf.path())
-    return TokenManager(
-        (segment for turn, kept in leaf.steps() for segment in _segments(turn, kept, already_trained.get(id(turn), 0))),
-        leaf.image_inputs(),
-    )
+    segments = (_segments(turn, kept, already_trained.get(id(turn), 0)) for turn, kept in leaf.steps())
+    return TokenManager(chain.from_iterable(segments), leaf.image_inputs())
 
 
 def _segments(turn: Turn, kept: int, trained: int) -> Iterator[Segment]:

@@ -179,8 +179,10 @@ class Trajectory:
             return
         earlier = dict(self.pieces)
         if self.encoder is not None:
-            ids = {token_id for turn in self._turns for token_id in (*turn.prompt_ids, *turn.output_ids)}
-            earlier.update(self.encoder.pieces(sorted(ids.union(prompt_ids))))
+            ids = set(prompt_ids)
+            for turn in self._turns:
+                ids.update(turn.prompt_ids, turn.output_ids)
+            earlier.update(self.encoder.pieces(sorted(ids)))
         there = encoder.pieces(earlier)
         for token_id, piece in earlier.items():
             if piece and piece.strip() != there[token_id].strip():  # tokenizers may differ in the first space

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..messages import ChatTools
@@ -245,7 +246,7 @@ class Turn:
         """Return the digests of all messages that were asked."""
         path = self.path()
         earlier = [(*turn.digests, turn.answer_digest or b"") for turn in path[:-1]]
-        return tuple(digest for digests in (*earlier, self.digests) for digest in digests)
+        return tuple(chain(*earlier, self.digests))
 
     def steps(self) -> list[tuple[Turn, int]]:
         """Return the turns from the root to this one, each with the number of its sampled ids in this sequence."""

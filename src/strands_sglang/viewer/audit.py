@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ..credit import LARGEST_REWARD, LOSSES, Batch, Normalizer, TrainingRow, TrainingRows, group_advantages
@@ -84,7 +85,7 @@ def _audit(file: str, groups: Sequence[Group], numbers: Mapping[tuple[str, str, 
             f"one micro-batch and a maximum length of {longest:,} tokens; advantages are the file's, else the reward "
             "minus the mean of its group."
         ),
-        "recorded": any("recorded" in row for episode in episodes for row in episode["rows"]),
+        "recorded": any("recorded" in row for row in chain.from_iterable(episode["rows"] for episode in episodes)),
         "normalizers": {name: _normalized(rows, batch, name) for name in NORMALIZERS},
         "episodes": episodes,
     }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from . import engine
@@ -97,7 +98,7 @@ class _Grader:
                 if all(part.kind == "name" for part in parts):
                     yield Value("list", tuple(part.parts[-1] for part in parts), value.text)
             case Value("list", parts, "or") if all(part.kind == "relation" for part in parts):
-                yield Value("union", tuple(interval for part in parts for interval in self.looser(part)))
+                yield Value("union", tuple(chain.from_iterable(map(self.looser, parts))))
             case Value("relation", parts, signs) if set(signs.split()) <= {"<", "\\le"}:
                 ends, opens = list(parts), [sign == "<" for sign in signs.split()]
                 if len(parts) == 2:  # one end is infinite

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 from .notation import FUNCTIONS, WHOLE_TEXT, compact, levels, rewritten, rules, spelled, split, words_of
@@ -265,7 +266,7 @@ def _list(text: str) -> Value | None:
 
 def _flat(items: tuple[Value, ...]) -> tuple[Value, ...]:
     """Replace each pair such as 1 +- 2 by its two values."""
-    return tuple(one for item in items for one in (item.parts if item.text == "+-" else (item,)))
+    return tuple(chain.from_iterable(item.parts if item.text == "+-" else (item,) for item in items))
 
 
 def _union(text: str) -> Value | None:

@@ -66,7 +66,9 @@ foot-pound foot-pounds
 °F
 /
 """
-UNITS = {name: names.split()[0] for names in _SPELLINGS.strip().splitlines() for name in names.split()}
+UNITS: dict[str, str] = {}
+for _names in _SPELLINGS.strip().splitlines():
+    UNITS.update(dict.fromkeys(_names.split(), _names.split()[0]))
 # Words that end like a plural but count nothing, or that change the count.
 _NO_COUNTS = re.compile(
     r"is|was|as|has|does|less|plus|minus|times|unless|besides|thus|always|perhaps|sometimes|equals|exceeds"

@@ -16,6 +16,7 @@ import platform
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from types import SimpleNamespace
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
@@ -211,7 +212,7 @@ def filter_system_calls(only_pairs: bool) -> None:
         (_LOAD, 0, 0, _NUMBER),
         # The x32 numbers of x86_64 would bypass the filter.
         *([(_AT_LEAST, 0, 1, 0x40000000), _REFUSE] if machine.audit == 0xC000003E else ()),
-        *(line for number in refused for line in ((_EQUAL, 0, 1, number), _REFUSE)),
+        *chain.from_iterable(((_EQUAL, 0, 1, number), _REFUSE) for number in refused),
         (_EQUAL, 0, 1, _CLONE3),  # its flags are invisible to a filter; the C library falls back to clone
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
         *_call(machine.clone, _argument(0), (_ANY_BIT, 0, 1, namespaces), _REFUSE),

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 
 from . import kernel
 
@@ -73,7 +74,7 @@ class Members(ABC):
 
     def usage(self, pids: Sequence[int], deadline: float) -> Usage:
         """Return the resources that processes use; some of them once the monotonic clock has passed the deadline."""
-        opened = [state for pid in pids for state in self._open_files(pid)]
+        opened = list(chain.from_iterable(map(self._open_files, pids)))
         pipes = {state.st_ino for state in opened if stat.S_ISFIFO(state.st_mode)}
         sockets = {state.st_ino for state in opened if stat.S_ISSOCK(state.st_mode)}
         nameless = [state for state in opened if stat.S_ISREG(state.st_mode) and state.st_nlink == 0]
@@ -192,7 +193,7 @@ def _all() -> list[int]:
 
 def _bytes(statuses: Iterable[Mapping[str, str]], *names: str) -> int:
     """Return the sum of some sizes in processes' statuses."""
-    return sum(int(status.get(name, 0)) for status in statuses for name in names) << 10
+    return sum(int(status.get(name, 0)) for status, name in product(statuses, names)) << 10
 
 
 def _shared_memory(pids: Iterable[int], deadline: float) -> int:

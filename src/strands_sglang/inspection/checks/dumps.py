@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ def check_sample(group: Group, episode: Inspected) -> Iterator[Facts]:
     if group.kind != "slime":
         return
     yield from _twice(episode)
-    samples = [sequence.sample for one in group.episodes for sequence in one.sequences]
+    samples = [one.sample for one in chain.from_iterable(one.sequences for one in group.episodes)]
     has_versions = any(sample.get("weight_versions") for sample in samples)
     is_scored = any(sample.get("reward") is not None for sample in samples)
     for number, sequence in enumerate(episode.sequences):

@@ -62,7 +62,7 @@ def _answers(episode: Inspected, record: Mapping[str, Any]) -> Iterator[Facts]:
 def _texts(episode: Inspected) -> list[str]:
     """Return the texts of the last answer in the messages."""
     answers = [message for message in episode.messages if message["role"] == "assistant"]
-    return [block["text"] for message in answers[-1:] for block in message["content"] if "text" in block]
+    return [block["text"] for block in answers[-1]["content"] if "text" in block] if answers else []
 
 
 def _says(final: Any, texts: Sequence[str]) -> bool:

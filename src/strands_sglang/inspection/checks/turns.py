@@ -13,7 +13,7 @@ from ...messages import chain_of, next_link
 from ...reasons import Reason
 from ...terminal import counted
 from ...trajectory.turn import Turn, TurnStatus
-from ..records import Group, Inspected
+from ..records import Group, Inspected, turns_of
 from ..texts import joined
 
 Facts = dict[str, Any]
@@ -124,7 +124,7 @@ def _spans(turn: Turn) -> Sequence[tuple[str, int, int]]:
 
 
 def _versions(group: Group, episode: Inspected) -> Iterator[Facts]:
-    has_versions = any(_spans(turn) for one in group.episodes for turn in one.turns)
+    has_versions = any(map(_spans, turns_of([group])))
     trained = trained_tokens(episode)
     for turn in episode.turns:
         count = len(turn.output_ids)

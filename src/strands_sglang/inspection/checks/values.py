@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,7 @@ def _logprobs(turn: Turn, trained: Any, has_logprobs: bool, certain: Certain) ->
 
 def _spans(turn: Turn) -> Iterator[Facts]:
     spans = () if turn.generation is None else turn.generation.weight_versions
-    bounds = [0, *(bound for span in spans for bound in span[1:]), len(turn.output_ids)]
+    bounds = [0, *chain.from_iterable(span[1:] for span in spans), len(turn.output_ids)]
     if bounds != sorted(bounds):
         told = ", ".join(f"{version} for tokens {start} to {stop - 1}" for version, start, stop in spans)
         why = f"its versions of the weights overlap or go beyond its {len(turn.output_ids)} sampled tokens: {told}"

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..results import (
@@ -488,7 +489,7 @@ class TaggedCalls:
                 for kind, value in self.written_values(call, grammar, found.schema).items()
             ]
             pieces = [piece.format(key=self.escape(found.name)) for piece in opening.split("\n")]
-            head = [part for piece in pieces for part in (line, piece)][1:]
+            head = list(chain.from_iterable((line, piece) for piece in pieces))[1:]
             parameters.append(
                 (grammar.sequence(*head, grammar.either(values), self.parameter_end, line), found.required)
             )

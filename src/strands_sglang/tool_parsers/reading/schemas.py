@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -52,7 +53,7 @@ def _read_schema(
         choices = [_listed(part, "anyOf"), _listed(part, "oneOf")]
         if all(each is None for each in facts):  # conditions only count if nothing else applies
             choices.append([part[keyword] for keyword in ("then", "else") if keyword in part])
-            choices[-1] += [inner for depending in _DEPENDING for inner in _mapped(part, depending).values()]
+            choices[-1] += chain.from_iterable(_mapped(part, depending).values() for depending in _DEPENDING)
         for some in choices:
             found = [each for each in map(read, some) if each is not None]
             facts += [any_of(found)] if found else []
@@ -120,7 +121,7 @@ def listed_values(schema: Any, root: Any = None) -> list[Any]:
     """Return the constants that a schema or any of its parts lists."""
 
     def merge(facts: list[list[Any]]) -> list[Any]:
-        return list({id(value): value for listed in facts for value in listed}.values())
+        return list({id(value): value for value in chain.from_iterable(facts)}.values())
 
     def own(part: Any) -> list[Any]:
         return list((_constants(part) if isinstance(part, Mapping) else None) or ())

@@ -15,6 +15,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ...exceptions import PortableError
@@ -211,12 +212,8 @@ def _is_deeper(value: Any, depth: int) -> bool:
     """Return whether lists and objects are nested more than `depth` levels deep."""
     level = [value]
     for _ in range(depth):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, (dict, list))
-        ]
+        inside = chain.from_iterable(outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for inner in inside if isinstance(inner, (dict, list))]
         if not level:
             return False
     return True

@@ -13,6 +13,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from ...credit import LARGEST_REWARD, group_advantages
@@ -66,7 +67,9 @@ def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) ->
             return await score_rollout(args, [samples], **kwargs)
         rollouts = _grouped(samples, rollout_of)
         scored = await asyncio.gather(*(score_rollout(args, rollout, **kwargs) for rollout in rollouts))
-        rewards = {id(sample): one for rollout, one in zip(rollouts, scored, strict=True) for sample in rollout}
+        rewards: dict[int, Any] = {}
+        for rollout, one in zip(rollouts, scored, strict=True):
+            rewards.update((id(sample), one) for sample in rollout)
         return [rewards[id(sample)] for sample in samples]
 
     return reward
@@ -140,7 +143,7 @@ def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> bo
         samples: Samples of one prompt; a list of samples for each rollout with `fan_out`.
         **kwargs: Further arguments from slime, which are ignored.
     """
-    flat = [sample for item in samples for sample in (item if isinstance(item, list) else [item])]
+    flat = list(chain.from_iterable(item if isinstance(item, list) else [item] for item in samples))
     kept = [sample for sample in flat if not sample.remove_sample]
     rewards = [_value(args, main_sample(rollout).reward) for rollout in _grouped(kept, rollout_of)]
     known = [reward for reward in rewards if reward is not None]

@@ -31,6 +31,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, cast
 
 from strands import Agent
@@ -649,7 +650,7 @@ def save_partial(episode: Episode) -> None:
     if leaf is None or any(turn.images is not None for turn in trajectory.turns):
         return
     others = [turn.cause for turn in trajectory.turns if turn.cause is not None and turn.root.key != leaf.root.key]
-    if any(isinstance(cause, SGLangAbortedError) for error in others for cause in causes(error)):
+    if any(isinstance(cause, SGLangAbortedError) for cause in chain.from_iterable(map(causes, others))):
         return
     messages, state = list(agent.messages), agent.state.get() or {}
     try:

@@ -17,7 +17,7 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...credit import LARGEST_REWARD
@@ -398,7 +398,7 @@ class _Export:
                 setattr(sample, name, None)
         path = branch.leaf.path() if branch is not None else []
         generations = [turn.generation for turn in path if turn.generation is not None]
-        sample.weight_versions = [version for generation in generations for version in _weight_versions(generation)]
+        sample.weight_versions = list(chain.from_iterable(map(_weight_versions, generations)))
         # slime's counts of the prefix cache and of speculative decoding, over the calls of the sequence.
         speculates = getattr(self.args, "sglang_speculative_algorithm", None)
         for name, counts in (("prefix_cache_info", True), ("spec_info", speculates)):
