@@ -13,13 +13,16 @@ is trained in exactly one row. docs/understand/credit.md has the mathematics.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import pkgutil
 import statistics
 import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, chain, compress, groupby
 from os import PathLike
 from pathlib import Path
@@ -376,7 +379,7 @@ class TrainingRows(Sequence[TrainingRow]):
             normalizer: The loss wanted, over the G episodes of the batch: `"episode_mean"` (each episode's sum over its
                 T_e tokens), `"token_mean"` (the sum over all N tokens), or `"constant"` (each episode's sum over
                 `constant`, as Dr.GRPO).
-            loss: The trainer and its loss, a key of `LOSSES`.
+            loss: The trainer and its loss, a key of `losses()`.
             constant: The divisor L of `"constant"`.
             fillers: Rows without trained tokens that the trainer receives in addition.
             micro_batches: Indices of the rows in each micro-batch, for losses that normalize each on its own.
@@ -388,14 +391,14 @@ class TrainingRows(Sequence[TrainingRow]):
         Raises:
             ValueError: An argument that the normalizer or loss needs is missing, or the loss is unknown.
         """
-        if loss not in LOSSES:
-            raise ValueError(f"loss {loss!r} is not one of {', '.join(sorted(LOSSES))}")
+        if loss not in losses():
+            raise ValueError(f"loss {loss!r} is not one of {', '.join(losses())}")
         if normalizer == "constant" and not (constant is not None and constant > 0):
             raise ValueError("normalizer='constant' needs constant=, a number above 0")
-        reduction = LOSSES[loss]
-        if reduction is _per_micro_batch and micro_batches is None:
+        reduction = losses()[loss]
+        if reduction is per_micro_batch and micro_batches is None:
             raise ValueError(f"loss {loss!r} normalizes each micro-batch: pass micro_batches=, the rows of each")
-        if reduction is _per_length_limit and not (max_length is not None and max_length > 0):
+        if reduction is per_length_limit and not (max_length is not None and max_length > 0):
             raise ValueError(f"loss {loss!r} divides by a fixed length: pass max_length=")
         placed = sorted(chain.from_iterable(micro_batches or ()))
         if micro_batches is not None and placed != list(range(len(self))):
@@ -523,52 +526,46 @@ class Batch:
         return len(self.rows) + self.fillers
 
 
-def _per_batch(batch: Batch, index: int) -> float:
+Reduction = Callable[[Batch, int], float]
+"""The weight that a loss gives to each trained token of a row, from the batch and the row's index."""
+
+
+def whole(batch: Batch, index: int) -> float:
+    """Sum over all tokens."""
+    return 1.0
+
+
+def per_batch(batch: Batch, index: int) -> float:
+    """Mean over the trained tokens of the batch."""
     return 1 / batch.trained
 
 
-def _per_micro_batch(batch: Batch, index: int) -> float:
+def per_micro_batch(batch: Batch, index: int) -> float:
+    """Mean over the trained tokens of a micro-batch, then over the micro-batches."""
     return 1 / (len(batch.micro_batches or ()) * batch.micro_trained[index])
 
 
-def _per_row(batch: Batch, index: int) -> float:
+def per_row(batch: Batch, index: int) -> float:
+    """Mean over the trained tokens of a row, then over the rows."""
     return 1 / (batch.size * batch.rows[index].trained)
 
 
-def _per_length_limit(batch: Batch, index: int) -> float:
+def per_length_limit(batch: Batch, index: int) -> float:
+    """Sum over the trained tokens of a row by a fixed length, then mean over the rows."""
     return 1 / (batch.size * (batch.max_length or 1))
 
 
-def _per_target(batch: Batch, index: int) -> float:
-    return 1 / (batch.size * (len(batch.rows[index]) - 1))
+@lru_cache(maxsize=1)
+def losses() -> Mapping[str, Reduction]:
+    """Return the weight that each supported loss gives to a trained token, by the trainer's name of the loss.
 
-
-def _per_rollout(batch: Batch, index: int) -> float:
-    # slime divides by all rollouts of the step, also by those that it removes.
-    return 1 / ((batch.episodes + batch.left_out) * batch.rows[index].episode_trained)
-
-
-LOSSES: Mapping[str, Callable[[Batch, int], float]] = {
-    "areal": _per_batch,
-    "skyrl:seq_mean_token_sum_norm": _per_length_limit,
-    "skyrl:sequence_mean": _per_row,
-    "skyrl:token_mean": _per_batch,
-    "slime": _per_rollout,
-    "slime:per_token": _per_batch,
-    "tinker": lambda batch, index: 1.0,
-    "tinker:skyrl": _per_target,
-    "tinker:skyrl:weights": _per_row,
-    "trl:async_grpo": _per_micro_batch,
-    "trl:bnpo": _per_micro_batch,
-    "trl:dapo": _per_batch,
-    "trl:dr_grpo": _per_length_limit,
-    "trl:grpo": _per_row,
-    "verl:seq-mean-token-mean": _per_row,
-    "verl:token-mean": _per_batch,
-    "verl:token-sum": lambda batch, index: 1.0,
-    "verl:seq-mean-token-sum": lambda batch, index: 1 / batch.size,
-}
-"""The weight that each supported loss gives to a trained token, by the trainer's name of the loss."""
+    Each adapter lists those of its trainer as `LOSSES`.
+    """
+    found: dict[str, Reduction] = {}
+    package = importlib.import_module("strands_sglang.trainers")
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        found.update(getattr(importlib.import_module(module.name), "LOSSES", {}))
+    return dict(sorted(found.items()))
 
 
 def group_advantages(

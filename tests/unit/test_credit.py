@@ -18,7 +18,7 @@ from safetensors.torch import save_file as save_torch_file
 
 from strands_env.core import Observation, RewardResult, StepResult
 from strands_sglang import TerminationReason
-from strands_sglang.credit import LOSSES, Episode, RowsFileError, TrainingRows, group_advantages, training_rows
+from strands_sglang.credit import Episode, RowsFileError, TrainingRows, group_advantages, losses, training_rows
 from strands_sglang.protocol.generation import Generation, VersionSpan
 from strands_sglang.reasons import Reason
 from support.agents import assistant, user
@@ -371,7 +371,7 @@ def wanted_loss(normalizer, terms, rows, constant):
 
 
 @pytest.mark.parametrize("normalizer", ["episode_mean", "token_mean", "constant"])
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("loss", losses())
 def test_weights_make_a_trainers_loss_the_wanted_one(loss, normalizer):
     longer = [Episode(plain(4), reward, "i") for reward in (0.0, 1.0, None)]
     rows = training_rows([*batch(1.0, 0.0, make=forked), *batch(0.3, 0.9, 0.1, group="h"), *longer])

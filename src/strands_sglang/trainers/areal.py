@@ -18,10 +18,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from ..credit import Episode, TrainingRow, TrainingRows, training_rows, version_number
+from ..credit import Episode, Reduction, TrainingRow, TrainingRows, per_batch, training_rows, version_number
 from .records import refuse_images
 
 logger = logging.getLogger(__name__)
+
+LOSSES: Mapping[str, Reduction] = {"areal": per_batch}
+"""AReaL's loss."""
 
 RunEpisode = Callable[[Any, Mapping[str, Any]], Awaitable[Episode]]
 """Async function of AReaL's engine and a row of the dataset that runs one episode. Its `group` is replaced."""

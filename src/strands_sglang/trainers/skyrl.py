@@ -14,11 +14,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..credit import Episode, TrainingRow, training_rows
+from ..credit import Episode, Reduction, TrainingRow, per_batch, per_length_limit, per_row, training_rows
 from ..reasons import Reason
 from .records import check_settings, newest_version, refuse_images
 
 logger = logging.getLogger(__name__)
+
+LOSSES: Mapping[str, Reduction] = {
+    "skyrl:seq_mean_token_sum_norm": per_length_limit,
+    "skyrl:sequence_mean": per_row,
+    "skyrl:token_mean": per_batch,
+}
+"""SkyRL's losses."""
 
 RunEpisode = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Awaitable[Episode]]
 """Async function of a prompt, its extras and SkyRL's sampling parameters that runs one episode."""

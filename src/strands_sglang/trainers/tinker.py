@@ -5,13 +5,27 @@ Everything in a `Datum` is shifted by one: position t predicts token t + 1. tink
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..credit import Normalizer, TrainingRows
+from ..credit import Batch, Normalizer, Reduction, TrainingRows, per_row, whole
 from .records import refuse_images
 
 if TYPE_CHECKING:
     from tinker import types
+
+
+def per_target(batch: Batch, index: int) -> float:
+    """Mean over all targets of a row, then over the rows."""
+    return 1 / (batch.size * (len(batch.rows[index]) - 1))
+
+
+LOSSES: Mapping[str, Reduction] = {
+    "tinker": whole,
+    "tinker:skyrl": per_target,
+    "tinker:skyrl:weights": per_row,
+}
+"""Tinker's losses, and those of SkyRL's server for it."""
 
 
 def to_data(

@@ -27,7 +27,18 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from ..credit import Episode, Normalizer, TrainingRow, TrainingRows, training_rows
+from ..credit import (
+    Episode,
+    Normalizer,
+    Reduction,
+    TrainingRow,
+    TrainingRows,
+    per_batch,
+    per_length_limit,
+    per_micro_batch,
+    per_row,
+    training_rows,
+)
 from ..exceptions import SGLangHTTPError
 from ..terminal import without_credentials
 from .records import newest_version, refuse_images
@@ -36,6 +47,15 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+LOSSES: Mapping[str, Reduction] = {
+    "trl:async_grpo": per_micro_batch,
+    "trl:bnpo": per_micro_batch,
+    "trl:dapo": per_batch,
+    "trl:dr_grpo": per_length_limit,
+    "trl:grpo": per_row,
+}
+"""TRL's losses."""
 
 RunEpisode = Callable[[Any], Awaitable[Episode]]
 """Async function that runs one episode of a prompt. Its `group` is replaced."""

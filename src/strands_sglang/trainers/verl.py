@@ -23,12 +23,37 @@ import httpx
 import orjson
 
 from ..client.client import SGLangClient
-from ..credit import Episode, TrainingRow, as_number, training_rows, version_number
+from ..credit import (
+    Batch,
+    Episode,
+    Reduction,
+    TrainingRow,
+    as_number,
+    per_batch,
+    per_row,
+    training_rows,
+    version_number,
+    whole,
+)
 from ..model.model import SGLangModel
 from ..outcomes import OUTCOMES, RewardRule
 from .records import check_settings, newest_version, refuse_images
 
 logger = logging.getLogger(__name__)
+
+
+def per_batch_row(batch: Batch, index: int) -> float:
+    """Sum over the trained tokens of a row, then mean over the rows."""
+    return 1 / batch.size
+
+
+LOSSES: Mapping[str, Reduction] = {
+    "verl:seq-mean-token-mean": per_row,
+    "verl:token-mean": per_batch,
+    "verl:token-sum": whole,
+    "verl:seq-mean-token-sum": per_batch_row,
+}
+"""verl's losses."""
 
 RunEpisode = Callable[[SGLangModel, Mapping[str, Any]], Awaitable[Episode]]
 """Async function of a model and a row of verl's dataset that runs one episode. Its `group` and `id` do not matter."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from ..credit import LARGEST_REWARD, LOSSES, Batch, Normalizer, TrainingRow, TrainingRows, group_advantages
+from ..credit import LARGEST_REWARD, Batch, Normalizer, TrainingRow, TrainingRows, group_advantages, losses
 from ..inspection.records import Group, TokenSequence
 from ..trajectory.tokens import TokenManager
 from .stores import short_name
@@ -138,10 +138,10 @@ def _sized_row(episode: str, length: int, trained: int, episode_trained: int) ->
 def _normalized(rows: Sequence[TrainingRow], batch: Batch, normalizer: Normalizer) -> dict[str, Any]:
     """Return per loss the weights of the rows and the factors of its reduction, and the exact factors."""
     reductions: dict[Callable[[Batch, int], float], list[str]] = {}
-    for name, reduction in LOSSES.items():
+    for name, reduction in losses().items():
         reductions.setdefault(reduction, []).append(name)
     training = TrainingRows(rows, {}, [], {}, {})
-    losses: list[dict[str, Any]] = []
+    reduced: list[dict[str, Any]] = []
     for reduction, names in reductions.items():
         weights = training.weights(
             normalizer,
@@ -150,9 +150,9 @@ def _normalized(rows: Sequence[TrainingRow], batch: Batch, normalizer: Normalize
             micro_batches=batch.micro_batches,
             max_length=batch.max_length,
         )
-        losses.append(
+        reduced.append(
             {"names": names, "weights": weights, "reductions": [reduction(batch, at) for at in range(len(rows))]}
         )
-    first = losses[0]
+    first = reduced[0]
     exact = [weight * factor for weight, factor in zip(first["weights"], first["reductions"], strict=True)]
-    return {"losses": losses, "exact": exact}
+    return {"losses": reduced, "exact": exact}

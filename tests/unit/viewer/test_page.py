@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from strands_sglang import cli
-from strands_sglang.credit import LOSSES
+from strands_sglang.credit import losses
 from strands_sglang.inspection.formats.trajectories import inspect
 from strands_sglang.inspection.reading import read
 from strands_sglang.inspection.records import Finding, Group, Inspected, halves
@@ -143,7 +143,7 @@ def test_a_finding_leads_to_its_token():
 def test_every_trainer_reduces_to_the_exact_credit(jars):
     [audit] = jars.index["credit"]
     for normalized in audit["normalizers"].values():
-        assert sorted(name for loss in normalized["losses"] for name in loss["names"]) == sorted(LOSSES)
+        assert sorted(name for loss in normalized["losses"] for name in loss["names"]) == list(losses())
         for loss in normalized["losses"]:
             np.testing.assert_allclose(np.multiply(loss["weights"], loss["reductions"]), normalized["exact"])
     exact = audit["normalizers"]["episode_mean"]["exact"]
