@@ -1,6 +1,6 @@
 """The frames of one model call: this project's code between `SGLangModel.stream` and httpx's transport.
 
-    python benchmarks/frames.py [--frames 7] [--files 4] [--slime-frames 8]
+    python benchmarks/frames.py [--frames 7] [--files 3] [--slime-frames 8]
 
 One call runs against a scripted server, and one more as slime makes it. When the request reaches the transport, the
 chain is walked back to `stream`: the stack of the running task, then the suspended coroutines of the waiting task that
@@ -146,7 +146,7 @@ def frames_of(call: Callable[[Any, httpx.AsyncBaseTransport], Awaitable[None]]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=7, help="maximum number of frames of a call")
-    parser.add_argument("--files", type=int, default=4, help="maximum number of their files")
+    parser.add_argument("--files", type=int, default=3, help="maximum number of their files")
     parser.add_argument("--slime-frames", type=int, default=8, help="maximum number of frames of a call under slime")
     arguments = parser.parse_args()
     is_above = False
