@@ -47,6 +47,9 @@ class Server:
         drops: Number of connections that broke in a row.
         is_out: Whether it accepts no connections and is out of rotation.
         context_length: Maximum number of tokens that it reported; None if unknown.
+        reserves_last_token: Whether it rejects requests that fill its context to the last token, as older SGLang does.
+        takes_images: Whether its model takes images; None if unknown.
+        tokenizers: Whether each tokenizer that was compared with its own is proven to be the same.
         weight_version: Version of the weights that it last reported; None if unknown.
         cache_epoch: Number of times that its prefix cache may have been emptied.
         probe_at: Time of the next probe.
@@ -59,6 +62,9 @@ class Server:
         self.answered = self.usable = self.is_out = False
         self.in_flight = self.keys = self.drops = 0
         self.context_length: int | None = None
+        self.reserves_last_token = False
+        self.takes_images: bool | None = None
+        self.tokenizers: dict[Any, bool] = {}
         self.weight_version: str | None = None
         self.cache_epoch = 0
         self.probe_at = 0.0

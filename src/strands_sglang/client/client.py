@@ -393,9 +393,9 @@ class SGLangClient:
         return tuple(itertools.chain.from_iterable(reports))
 
     @property
-    def available_urls(self) -> tuple[str, ...]:
-        """Addresses in rotation: those that accept connections, or all of them if none does."""
-        return tuple(server.base_url for server in self._servers.up())
+    def servers(self) -> tuple[Server, ...]:
+        """The servers that get requests now: those in rotation, or all if none is. Each holds what is known of it."""
+        return self._servers.up()
 
     async def model_info(self, base_url: str | None = None) -> dict[str, Any]:
         """Return what a server reports about its model: `model_path`, `tokenizer_path`, `weight_version` and so on.

@@ -71,7 +71,7 @@ from ..trajectory import Caller, ParsedAnswer, Place
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
 from .config import ModelConfig, is_whole
-from .server_check import ServerFacts, check_server, known_facts, reserve_last_token
+from .server_check import ServerFacts, check_server, known_facts
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +238,8 @@ class ModelCall:
                     total = None if most is None else self.turn.prompt_tokens + int(most)
                     if total != server.context_length:
                         raise
-                    reserve_last_token(client)
+                    for one in client.servers:
+                        one.reserves_last_token = True
                     planned_with, server = server, await check_server(client, self.template)
                     if server == planned_with:  # the token was already reserved
                         raise

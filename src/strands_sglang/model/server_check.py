@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import weakref
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from ..client.client import SGLangClient, shared
 from ..exceptions import SGLangConnectionError, TokenizerMismatchError
@@ -38,44 +35,18 @@ class ServerFacts:
     tokenizer_proven: bool
 
 
-_facts: weakref.WeakKeyDictionary[SGLangClient, weakref.WeakKeyDictionary[Any, dict[str, ServerFacts]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The facts by client, tokenizer and address."""
-
-_reserving: weakref.WeakSet[SGLangClient] = weakref.WeakSet()
-"""Clients whose servers reject requests that fill their context to the last token."""
-
-_lock = threading.Lock()
-
-
-def _facts_of(client: SGLangClient, template: ChatTemplate) -> dict[str, ServerFacts]:
-    with _lock:
-        by_tokenizer = _facts.get(client)
-        if by_tokenizer is None:
-            by_tokenizer = _facts[client] = weakref.WeakKeyDictionary()
-        return by_tokenizer.setdefault(template.tokenizer, {})
-
-
 def known_facts(client: SGLangClient, template: ChatTemplate) -> ServerFacts | None:
     """Return the facts about the servers that get requests now; None if one of them was not asked yet.
 
     Of several servers the shortest context counts, and the tokenizer is proven if it is proven for all of them.
     """
-    by_url = _facts_of(client, template)
-    available = client.available_urls
-    if len(available) == 1 and client not in _reserving:
-        return by_url.get(available[0])
-    facts = [by_url[base_url] for base_url in available if base_url in by_url]
-    if len(facts) < len(available):
+    servers = client.servers
+    proofs = [server.tokenizers.get(template.tokenizer) for server in servers]
+    if None in proofs:
         return None
-    lengths = [one.context_length - (client in _reserving) for one in facts if one.context_length is not None]
-    return ServerFacts(min(lengths, default=None), all(one.tokenizer_proven for one in facts))
-
-
-def reserve_last_token(client: SGLangClient) -> None:
-    """Note that a client's servers reject requests that fill their context to the last token, as older SGLang does."""
-    _reserving.add(client)
+    known = (server for server in servers if server.context_length is not None)
+    lengths = [(server.context_length or 0) - server.reserves_last_token for server in known]
+    return ServerFacts(min(lengths, default=None), all(proofs))
 
 
 async def check_server(client: SGLangClient, template: ChatTemplate) -> ServerFacts:
@@ -99,20 +70,23 @@ async def _check(client: SGLangClient, template: ChatTemplate) -> None:
     Raises:
         SGLangClientError: A tokenizer is not the model's, or no server could be asked.
     """
-    facts = _facts_of(client, template)
-    base_urls = [base_url for base_url in client.available_urls if base_url not in facts]
-    answers = await asyncio.gather(*(_check_one(client, template, url) for url in base_urls), return_exceptions=True)
+    servers = [server for server in client.servers if template.tokenizer not in server.tokenizers]
+    checks = (_check_one(client, template, server.base_url) for server in servers)
+    answers = await asyncio.gather(*checks, return_exceptions=True)
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
     for error in errors:
         # A server that refuses connections is no longer available, unless all of them refuse.
         if not isinstance(error, SGLangConnectionError) or len(errors) == len(client.base_urls):
             raise error
-    facts.update((url, one) for url, one in zip(base_urls, answers, strict=True) if isinstance(one, ServerFacts))
-    if errors and any(base_url not in facts for base_url in client.available_urls):
+    for server, answer in zip(servers, answers, strict=True):
+        if isinstance(answer, bool):
+            server.tokenizers[template.tokenizer] = answer
+    if errors and known_facts(client, template) is None:
         raise errors[0]  # the server answers other requests, but not these
 
 
-async def _check_one(client: SGLangClient, template: ChatTemplate, base_url: str) -> ServerFacts:
+async def _check_one(client: SGLangClient, template: ChatTemplate, base_url: str) -> bool:
+    """Return whether the tokenizer is proven to be the server's."""
     context_length = await client.context_length(base_url)
     if context_length is None:
         logger.warning(
@@ -129,10 +103,10 @@ async def _check_one(client: SGLangClient, template: ChatTemplate, base_url: str
         logger.warning(
             "base_url=<%s> | the server has no usable /tokenize, so the tokenizer's match is unproven", base_url
         )
-        return ServerFacts(context_length, tokenizer_proven=False)
+        return False
     own = template.encode(text)
     if served == own:
-        return ServerFacts(context_length, tokenizer_proven=True)
+        return True
     first = next((i for i, (a, b) in enumerate(zip(own, served, strict=False)) if a != b), min(len(own), len(served)))
     raise TokenizerMismatchError(
         f"the tokenizer {template.tokenizer.name_or_path!r} is not the one served at {base_url}: "

@@ -258,27 +258,21 @@ def data_uri(picture: Picture) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(picture.data).decode()}"
 
 
-_understood: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
 async def require_image_understanding(client: SGLangClient, picture: Picture) -> None:
-    """Reject an image if the server reports that its model takes none. The report is remembered per client.
+    """Reject an image if the server reports that its model takes none. The report is remembered.
 
     Raises:
         UnsupportedContentError: The server takes no images.
         SGLangClientError: The server cannot be reached.
     """
-    if client not in _understood:
+    server = client.servers[0]
+    if server.takes_images is None:
         try:
-            reported = (await client.model_info()).get("has_image_understanding")
-        except SGLangHTTPError as error:
+            server.takes_images = (await client.model_info(server.base_url)).get("has_image_understanding")
+        except SGLangHTTPError as error:  # routers have no such endpoint
             if error.status >= 500:
                 raise
-            reported = None  # routers have no such endpoint
-        if reported is None:
-            return  # a server that drops the images answers a shorter prompt, which is an error
-        _understood[client] = bool(reported)
-    if not _understood[client]:
+    if server.takes_images is False:  # a server that drops the images answers a shorter prompt, which is an error
         raise UnsupportedContentError(
             f"{picture.where}: the model served at {client.base_url} takes no images (has_image_understanding in its "
             "/model_info is false): serve one that does, or turn the image into text before the call"
