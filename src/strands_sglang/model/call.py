@@ -233,41 +233,28 @@ class ModelCall:
                     plan = self._plan(server)  # a trainer may have stopped meanwhile
                 try:
                     part = await self._request(plan)
-                except ContextWindowOverflowException:
-                    most = plan.sampling_params.get("max_new_tokens")
-                    total = None if most is None else self.turn.prompt_tokens + int(most)
-                    if total != server.context_length:
-                        raise
-                    for one in client.servers:
-                        one.reserves_last_token = True
-                    planned_with, server = server, await check_server(client, self.template)
-                    if server == planned_with:  # the token was already reserved
-                        raise
+                except ContextWindowOverflowException as error:
+                    server = await self._without_last_token(plan, server, error)
                     continue
                 if self._prefill is not None:
                     self._prefill.answered(part.cached_tokens)
                 self.parts.append(part)
-                answer = join_parts(self.parts)
-                if answer.stop_string in self._begun:  # the rest of a stop string that an earlier part began
-                    text = self.template.decode(answer.output_ids)
-                    whole = next((stop for stop in stop_strings(plan.sampling_params) if stop in text), None)
-                    answer = replace(answer, stop_string=whole or answer.stop_string)
+                answer = self._with_whole_stop_string(join_parts(self.parts), plan)
                 empty_attempts = 0 if part.output_ids else empty_attempts + 1
-                if answer.stop_string not in self._begun and part.finish_type != "abort":
+                ends_inside_stop_string = answer.stop_string in self._begun
+                if not ends_inside_stop_string and part.finish_type != "abort":
                     return answer
-                if answer.stop_string not in self._begun and (
-                    self.config.on_abort != "resume"
-                    or empty_attempts > client.max_retries
-                    or client.closings != closings
-                ):
-                    raise self._aborted(answer, closed=client.closings != closings)
+                is_closed = client.closings != closings
+                may_resume = self.config.on_abort == "resume" and empty_attempts <= client.max_retries and not is_closed
+                if not ends_inside_stop_string and not may_resume:
+                    raise self._aborted(answer, closed=is_closed)
+                if empty_attempts:
+                    await self._cancellation.finish(asyncio.sleep(client.retry_policy.delay(empty_attempts - 1)))
+                if client.closings != closings:
+                    raise self._aborted(answer, closed=True)
                 if self.turn.constrained:
                     self.parts.clear()  # a grammar begins at the first token, and its tokens are not trained
                 logger.debug("call=<%d>, tokens=<%d> | aborted, continuing", self.turn.index, answer.completion_tokens)
-                if empty_attempts:
-                    await self._cancellation.finish(asyncio.sleep(client.retry_policy.delay(empty_attempts - 1)))
-                    if client.closings != closings:
-                        raise self._aborted(answer, closed=True)
         except BaseException as error:  # also CancelledError: the turn must not stay "asked"
             if self._prefill is not None:
                 self._prefill.failed()
@@ -278,6 +265,33 @@ class ModelCall:
                 self.trajectory.cut(self.turn, sampled, error)
             report_turn(self.turn)
             raise
+
+    async def _without_last_token(
+        self, plan: RequestPlan, server: ServerFacts, error: ContextWindowOverflowException
+    ) -> ServerFacts:
+        """Return the server's facts without the last token of its context, which older servers reserve.
+
+        Raises:
+            ContextWindowOverflowException: The error, if the request did not fill the context to that token.
+        """
+        most = plan.sampling_params.get("max_new_tokens")
+        total = None if most is None else self.turn.prompt_tokens + int(most)
+        if total != server.context_length:
+            raise error
+        for one in self.client.servers:
+            one.reserves_last_token = True
+        reserved = await check_server(self.client, self.template)
+        if reserved == server:  # the token was already reserved
+            raise error
+        return reserved
+
+    def _with_whole_stop_string(self, answer: Generation, plan: RequestPlan) -> Generation:
+        """Name the whole stop string where the server only matched the rest that an earlier part had begun."""
+        if answer.stop_string not in self._begun:
+            return answer
+        text = self.template.decode(answer.output_ids)
+        found = next((stop for stop in stop_strings(plan.sampling_params) if stop in text), None)
+        return replace(answer, stop_string=found or answer.stop_string)
 
     async def _ask(self, tool_choice: Any) -> None:
         """Record the call before its first request."""
