@@ -48,7 +48,7 @@ def episode_lines(
         raise UnreadableError(f"--episode {episode}: there is none of this id; some are {known}")
     for _, one in found:
         yield from _wrapped(_heading(one), "bold")
-        for called, line in explained(one.turns):
+        for called, line in explained(one.turns, "turn"):
             yield from _wrapped(visible(line), "red" if called.status in _TOLD else None)
         yield ""
     group, first = found[0]

@@ -58,8 +58,8 @@ def explain(turns: Iterable[Turn]) -> str:
     return "\n".join(line for _, line in explained(turns))
 
 
-def explained(turns: Iterable[Turn]) -> Iterator[tuple[Turn, str]]:
-    """Yield each turn with its line, as in `explain`."""
+def explained(turns: Iterable[Turn], noun: str = "call") -> Iterator[tuple[Turn, str]]:
+    """Yield each turn with its line, as in `explain`; `noun` is what the line calls a turn."""
     depths: dict[int, int] = {}
     extended: set[int] = set()
     for turn in turns:
@@ -70,7 +70,8 @@ def explained(turns: Iterable[Turn]) -> Iterator[tuple[Turn, str]]:
             is_fork = id(parent) in extended or parent.parent is None
             depths[id(turn)] = depths[id(parent)] + is_fork
             extended.add(id(parent))
-        yield turn, "  " * min(depths[id(turn)], 12) + _line(turn)
+        indent = "  " * min(depths[id(turn)], 12)
+        yield turn, f"{indent}{noun} {turn.index} {_line(turn)}"
 
 
 def _line(turn: Turn) -> str:
@@ -86,7 +87,7 @@ def _line(turn: Turn) -> str:
     }
     marks = [turn.status.value, *(flag for flag, holds in flags.items() if holds)]
     notes = "".join(f": {note}" for note in (turn.note, turn.failure) if note)
-    return f"call {turn.index} {turn.reason} ({counts}) [{', '.join(marks)}]{notes}"
+    return f"{turn.reason} ({counts}) [{', '.join(marks)}]{notes}"
 
 
 def _leaves(turns: Sequence[Turn]) -> list[Turn]:
