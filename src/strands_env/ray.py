@@ -43,7 +43,7 @@ from strands_sglang import TerminationReason
 
 from .core import Observation, StepResult
 from .eval.checkpoint import Prompt, decode, encode
-from .eval.episodes import Episode, Episodes, ExecutorError, Runner, until_done
+from .eval.episodes import ExecutorError, LocalRunner, Runner, SampleRun, until_done
 from .eval.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,9 @@ class RayExecutor:
         _connect(address)
 
     @contextlib.asynccontextmanager
-    async def start(self, episodes: Episodes, prompts: Sequence[Prompt], max_concurrency: int) -> AsyncIterator[Runner]:
+    async def start(
+        self, episodes: LocalRunner, prompts: Sequence[Prompt], max_concurrency: int
+    ) -> AsyncIterator[Runner]:
         """Start the actors for an evaluation, and end them with the context.
 
         Args:
@@ -233,7 +235,7 @@ class EpisodeActor:
         """Prepare to run episodes; `ready` tells what fails.
 
         Args:
-            payload: The pickled `Episodes`.
+            payload: The pickled `LocalRunner`.
             probes: Prompts to create environments for.
             expected: The driver's versions.
             levels: The driver's levels of logging.
@@ -247,10 +249,10 @@ class EpisodeActor:
             with contextlib.suppress(OSError):  # relative paths mean the same, where the folder is shared
                 os.chdir(folder)
         self._probes = probes
-        self._running: dict[int, asyncio.Future[Episode]] = {}
+        self._running: dict[int, asyncio.Future[SampleRun]] = {}
         self._cancelled: set[int] = set()  # before they ran: a cancellation can overtake a large prompt
         self._payload = payload
-        self._loaded: Episodes | None = None
+        self._loaded: LocalRunner | None = None
         self._problem: str | None = None
         own = versions()
         differing = [
@@ -269,7 +271,7 @@ class EpisodeActor:
         if self._problem is not None:
             return self._problem
         try:
-            self._loaded = cast(Episodes, cloudpickle.loads(self._payload))
+            self._loaded = cast(LocalRunner, cloudpickle.loads(self._payload))
         except BaseException as error:
             return f"the environments cannot be prepared there: {type(error).__name__}: {error}"
         problem = None
@@ -282,7 +284,7 @@ class EpisodeActor:
         return problem
 
     @property
-    def _episodes(self) -> Episodes:
+    def _episodes(self) -> LocalRunner:
         if self._loaded is None:  # the driver does not learn of the end of an actor that runs nothing
             raise RestartedError("Ray has started the actor again")
         return self._loaded
@@ -311,7 +313,7 @@ class EpisodeActor:
         return await self._episodes.identity(prompt)
 
 
-def _packed(episode: Episode) -> bytes:
+def _packed(episode: SampleRun) -> bytes:
     try:
         content: bytes = cloudpickle.dumps(episode)
         cloudpickle.loads(content)  # some exceptions, such as httpx's, can be pickled but not unpickled
@@ -371,14 +373,14 @@ class _Pool:
         for handle in self._handles:
             ray.kill(handle)
 
-    async def run(self, prompt: Prompt) -> Episode:
+    async def run(self, prompt: Prompt) -> SampleRun:
         """Run an episode of a prompt, again if its actor is lost; see `Runner`."""
         tries = self._settings.tries
         reason = ""
         attempt = 1
         while attempt <= tries:
             try:
-                return cast(Episode, cloudpickle.loads(await self._call("run", prompt, alone=1 < attempt == tries)))
+                return cast(SampleRun, cloudpickle.loads(await self._call("run", prompt, alone=1 < attempt == tries)))
             except RestartedError:
                 continue  # it has not run
             except RayError as error:
@@ -393,7 +395,7 @@ class _Pool:
             termination_reason=TerminationReason.INFRASTRUCTURE_ERROR,
             error=text,
         )
-        return Episode(lost)
+        return SampleRun(lost)
 
     async def identity(self, prompt: Prompt) -> dict[str, Any]:
         """Return the identity of a prompt's environment; see `Runner`."""

@@ -63,7 +63,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
     """
     run, results = read_results(path)
     samples = list(chain.from_iterable(results.values()))
-    episodes = _Episodes([(path, bool(samples))])
+    episodes = _Shown([(path, bool(samples))])
     n = run.n_samples_per_prompt
     metrics = standard_metrics(results, n_samples_per_prompt=n, success_threshold=success_threshold)
     values = prompt_values(results, n_samples_per_prompt=n, success_threshold=success_threshold)
@@ -131,7 +131,7 @@ def comparison_page(first: str | Path, second: str | Path, *, success_threshold:
     """
     (run, results), (other, others) = read_results(first), read_results(second)
     found = compare((run, results), (other, others), success_threshold=success_threshold)
-    episodes = _Episodes([(first, True), (second, True)])
+    episodes = _Shown([(first, True), (second, True)])
     in_second = {content: prompt for prompt, content in other.prompts.items()}
     rows = [
         (task, results[task.prompt], others[in_second[run.prompts[task.prompt]]]) for task in found.tasks
@@ -220,7 +220,7 @@ def prompt_values(
     return values
 
 
-class _Episodes:
+class _Shown:
     """The episodes of a page, by evaluation and key."""
 
     def __init__(self, evaluations: Iterable[tuple[str | Path, bool]]) -> None:

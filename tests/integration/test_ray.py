@@ -23,7 +23,7 @@ from strands_env.core.models import sglang_model_factory
 from strands_env.environments import CalculatorEnvironment
 from strands_env.eval import Evaluator, ExecutorError
 from strands_env.eval.checkpoint import name_prompts
-from strands_env.eval.episodes import Episodes
+from strands_env.eval.episodes import LocalRunner
 from strands_env.rewards import MathReward
 from strands_sglang import SGLangClient
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
@@ -231,7 +231,9 @@ async def test_an_actor_that_dies_while_it_runs_nothing_costs_no_try(cluster):
         result.observation.metrics["pid"] = os.getpid()
         return result
 
-    episodes = Episodes(StubEnvironment(play).factory, keep_tokens=False, keep_trajectories=False, keep_identity=False)
+    episodes = LocalRunner(
+        StubEnvironment(play).factory, keep_tokens=False, keep_trajectories=False, keep_identity=False
+    )
     prompts = name_prompts(tasks(1))
     executor = RayExecutor(episodes_per_actor=4, tries=1, actor_options=ONE_PER_NODE)
     async with executor.start(episodes, prompts, 4) as runner:
@@ -251,7 +253,9 @@ async def test_an_actor_lost_with_a_cancelled_sample_takes_no_other_until_it_is_
             await asyncio.Event().wait()
         return step_result()
 
-    episodes = Episodes(StubEnvironment(play).factory, keep_tokens=False, keep_trajectories=False, keep_identity=False)
+    episodes = LocalRunner(
+        StubEnvironment(play).factory, keep_tokens=False, keep_trajectories=False, keep_identity=False
+    )
     (prompt,) = name_prompts(tasks(1))
     executor = RayExecutor(episodes_per_actor=4, tries=1, actor_options=ONE_PER_NODE)
     async with executor.start(episodes, [prompt], 4) as runner:
@@ -303,7 +307,7 @@ async def test_cancelled_episodes_are_cleaned_up_and_actors_end(cluster, tmp_pat
 
 
 async def test_a_cancellation_may_come_before_its_sample(cluster):
-    episodes = Episodes(StubEnvironment().factory, keep_tokens=False, keep_trajectories=False, keep_identity=False)
+    episodes = LocalRunner(StubEnvironment().factory, keep_tokens=False, keep_trajectories=False, keep_identity=False)
     actor = EpisodeActor(cloudpickle.dumps(episodes), [], versions(), {"": logging.WARNING}, os.getcwd())
     (prompt,) = name_prompts(tasks(1))
     assert await actor.ready() is None

@@ -486,7 +486,7 @@ class Environment(Identified):
         supervisor = Supervisor()
         return await supervisor.run(self._step(action, conversation, supervisor))
 
-    async def _step(self, action: Action, conversation: Conversation, supervisor: Supervisor) -> StepResult:
+    async def _step(self, action: Action, conversation: Opening, supervisor: Supervisor) -> StepResult:
         attempts = 0
         while True:
             attempts += 1
@@ -509,9 +509,9 @@ class Environment(Identified):
                 return result
 
     async def _attempt(
-        self, action: Action, conversation: Conversation, supervisor: Supervisor, attempts: int
+        self, action: Action, conversation: Opening, supervisor: Supervisor, attempts: int
     ) -> StepResult:
-        episode = _Episode(conversation, EpisodeHooks(self.budgets))
+        episode = _Running(conversation, EpisodeHooks(self.budgets))
         result: StepResult | None = None
         try:
             try:
@@ -540,7 +540,7 @@ class Environment(Identified):
                 _end_of(error, supervisor)
                 logger.warning("cleanup of an environment failed", exc_info=True)
 
-    async def _run_agent(self, episode: _Episode) -> Any:
+    async def _run_agent(self, episode: _Running) -> Any:
         await invoke(self.reset, grace=RECANCEL_AFTER)  # `cleanup` releases what it has acquired
         await take_turn()
         model: Any = await maybe_await(self.model_factory())
@@ -596,7 +596,7 @@ class Environment(Identified):
                     return replace(result, stop_reason=cast(Any, f"limit_{name}"))
             messages = None
 
-    async def _result(self, episode: _Episode, end: Any, supervisor: Supervisor) -> StepResult:
+    async def _result(self, episode: _Running, end: Any, supervisor: Supervisor) -> StepResult:
         """Build the result of an episode, without its reward."""
         reason = termination_reason(end, trajectory=episode.trajectory, limiter=episode.hooks.limiter)
         failure = episode.hooks.model_error
@@ -634,7 +634,7 @@ class Environment(Identified):
                 result.error = result.error or f"compute_metrics: {_format_error(error)}"
         return result
 
-    async def _clean_up(self, episode: _Episode) -> None:
+    async def _clean_up(self, episode: _Running) -> None:
         try:
             if episode.agent is not None and episode.has_providers:
                 await run_in_thread(episode.agent.cleanup)  # it waits for threads
@@ -643,10 +643,10 @@ class Environment(Identified):
 
 
 @dataclass
-class _Episode:
+class _Running:
     """State of a running episode."""
 
-    conversation: Conversation
+    conversation: Opening
     hooks: EpisodeHooks
     began: float = field(default_factory=time.monotonic)
     agent: Agent | None = None
@@ -851,7 +851,7 @@ _DATA_URL = re.compile(r"data:image/(png|jpeg|jpg|gif|webp);base64,(.*)", re.DOT
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Opening:
     """The messages with which an agent starts.
 
     Attributes:
@@ -867,7 +867,7 @@ class Conversation:
     prompt: Message
 
 
-def read_conversation(action: Action) -> Conversation:
+def read_conversation(action: Action) -> Opening:
     """Convert an action to Strands' messages.
 
     Raises:
@@ -880,7 +880,7 @@ def read_conversation(action: Action) -> Conversation:
     more_system, messages = _read(given if isinstance(given, list) else [given], "message")
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("the last message of an action must have the role user")
-    return Conversation([*system, *more_system], [*history, *messages[:-1]], len(history), messages[-1])
+    return Opening([*system, *more_system], [*history, *messages[:-1]], len(history), messages[-1])
 
 
 def _read(given: Sequence[Any], name: str) -> tuple[list[str], list[Message]]:

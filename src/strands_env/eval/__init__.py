@@ -1,7 +1,7 @@
 """Evaluation: run many samples of many tasks, store each result, and compute metrics with confidence intervals."""
 
 from .checkpoint import CheckpointError, DuplicateTaskError, EvalSample, Results, read_results
-from .episodes import Episode, Episodes, Executor, ExecutorError, Runner
+from .episodes import Executor, ExecutorError, LocalRunner, Runner, SampleRun
 from .evaluator import EvaluationStoppedError, Evaluator, register_eval
 from .metrics import AnswerFn, MetricFn, answer_of, standard_metrics
 from .scoring import score
@@ -10,8 +10,6 @@ __all__ = [
     "AnswerFn",
     "CheckpointError",
     "DuplicateTaskError",
-    "Episode",
-    "Episodes",
     "EvalSample",
     "EvaluationStoppedError",
     "Evaluator",
@@ -19,7 +17,9 @@ __all__ = [
     "ExecutorError",
     "MetricFn",
     "Results",
+    "LocalRunner",
     "Runner",
+    "SampleRun",
     "answer_of",
     "read_results",
     "register_eval",

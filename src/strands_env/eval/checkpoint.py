@@ -322,7 +322,7 @@ class StoredTokens(TokenObservation):
     In memory a token takes 84 bytes, so a few thousand long episodes would fill a machine.
     """
 
-    _place: Place
+    _place: RecordPlace
 
     def __getattr__(self, name: str) -> Any:
         """Read a field from disk."""
@@ -338,11 +338,11 @@ class StoredTokens(TokenObservation):
 
 
 @functools.lru_cache(maxsize=1)
-def _read_tokens(place: Place) -> TokenObservation:
+def _read_tokens(place: RecordPlace) -> TokenObservation:
     return TokenObservation.model_validate(read_record(place)["observation"]["tokens"])
 
 
-def _leave_tokens(sample: EvalSample, place: Place) -> None:
+def _leave_tokens(sample: EvalSample, place: RecordPlace) -> None:
     """Replace a sample's tokens by a reference to disk."""
     if sample.step_result.observation.tokens is not None:
         sample.step_result.observation.tokens = tokens = StoredTokens.model_construct()
@@ -526,7 +526,7 @@ class ResultsReader:
         file = results_file(path)
         self._files = {side_file(file, ".failures.jsonl"): False, file: True}
         self._ends = dict.fromkeys(self._files, 0)
-        self._last: dict[Path, tuple[Place, bytes]] = {}  # the last complete record of each
+        self._last: dict[Path, tuple[RecordPlace, bytes]] = {}  # the last complete record of each
         self._samples: dict[Path, dict[str, EvalSample]] = {one: {} for one in self._files}
         self._run: Run | None = None
 
@@ -564,7 +564,7 @@ class ResultsReader:
             self._last.pop(file, None)
         if not file.exists():
             return
-        last: Place | None = None
+        last: RecordPlace | None = None
         try:
             for place, record in read_records(file, self._ends[file]):
                 try:
@@ -627,7 +627,7 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RecordPlace:
     """The position of a record: its file, its bytes in the file, and whether its newline is written, too."""
 
     path: Path
@@ -671,11 +671,11 @@ class CheckpointFile:
             os.close(self._fd)
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._waiting: list[tuple[Callable[[], bytes], asyncio.Future[Place]]] = []
+        self._waiting: list[tuple[Callable[[], bytes], asyncio.Future[RecordPlace]]] = []
         self._writing: asyncio.Task[None] | None = None
         self._failure: CheckpointError | None = None
 
-    def append(self, line: Callable[[], bytes]) -> asyncio.Future[Place]:
+    def append(self, line: Callable[[], bytes]) -> asyncio.Future[RecordPlace]:
         """Append a record; the future returns its position once it is on disk.
 
         The record is accepted at once: it is written even if the caller is cancelled while it waits.
@@ -686,7 +686,7 @@ class CheckpointFile:
         Raises:
             CheckpointError: The record cannot be written. The future raises it.
         """
-        done: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[RecordPlace] = asyncio.get_running_loop().create_future()
         if self._failure is not None:
             done.set_exception(self._failure)
             return done
@@ -724,7 +724,7 @@ class CheckpointFile:
                 batch, self._waiting = self._waiting, []
                 outcomes = await loop.run_in_executor(self._thread, self._commit, [line for line, _ in batch])
                 for (_, done), outcome in zip(batch, outcomes, strict=True):
-                    if isinstance(outcome, Place):
+                    if isinstance(outcome, RecordPlace):
                         if not done.cancelled():
                             done.set_result(outcome)
                     elif not done.cancelled():
@@ -734,7 +734,7 @@ class CheckpointFile:
         finally:
             self._writing = None
 
-    def _commit(self, lines: list[Callable[[], bytes]]) -> list[Place | CheckpointError]:
+    def _commit(self, lines: list[Callable[[], bytes]]) -> list[RecordPlace | CheckpointError]:
         """Write and sync records in the writing thread; return the position or the error of each."""
         start = self._end
         outcomes = [self._failure or self._put(line) for line in lines]
@@ -742,10 +742,10 @@ class CheckpointFile:
             os.fsync(self._fd)
         except OSError as error:
             failure = self._fail(error, start)
-            outcomes = [failure if isinstance(one, Place) else one for one in outcomes]
+            outcomes = [failure if isinstance(one, RecordPlace) else one for one in outcomes]
         return outcomes
 
-    def _put(self, line: Callable[[], bytes]) -> Place | CheckpointError:
+    def _put(self, line: Callable[[], bytes]) -> RecordPlace | CheckpointError:
         """Write a record completely or not at all."""
         try:
             record = line()
@@ -758,7 +758,7 @@ class CheckpointFile:
         except OSError as error:
             return self._fail(error, start)
         self._end += len(record)
-        return Place(self.path, start, len(record))
+        return RecordPlace(self.path, start, len(record))
 
     def _fail(self, error: OSError, end: int) -> CheckpointError:
         """Truncate the file at a byte, and refuse further records."""
@@ -817,7 +817,7 @@ def lock_file(path: Path) -> FileLock:
     return lock
 
 
-def read_records(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[Place, dict[str, Any]]]:
+def read_records(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[RecordPlace, dict[str, Any]]]:
     """Read the complete records of a results file with their positions. An incomplete last line is ignored.
 
     Args:
@@ -839,13 +839,13 @@ def read_records(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple
                         return
                     where = f"line {number}" if not began else f"byte {start}"
                     raise CheckpointError(f"{path}, {where}: damaged: {error}") from error
-                yield Place(path, start, len(line), line.endswith(b"\n")), record
+                yield RecordPlace(path, start, len(line), line.endswith(b"\n")), record
                 start += len(line)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
-def read_record(place: Place) -> dict[str, Any]:
+def read_record(place: RecordPlace) -> dict[str, Any]:
     """Read one record.
 
     Raises:
@@ -859,7 +859,7 @@ def read_record(place: Place) -> dict[str, Any]:
         raise CheckpointError(f"{place.path} has changed: there is no record at byte {place.start}") from error
 
 
-def _read_line(place: Place) -> bytes:
+def _read_line(place: RecordPlace) -> bytes:
     with open(place.path, "rb") as file:
         file.seek(place.start)
         return file.read(place.length)

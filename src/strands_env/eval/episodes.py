@@ -1,4 +1,4 @@
-"""How samples are run: `Episodes` runs them in this process, and an `Executor` runs them elsewhere."""
+"""How samples are run: `LocalRunner` runs them in this process, and an `Executor` runs them elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EnvironmentFactory = Callable[[Action], "Awaitable[Environment] | Environment"]
 
 
 @dataclass(frozen=True)
-class Episode:
+class SampleRun:
     """What one run of a sample returned.
 
     Attributes:
@@ -52,7 +52,7 @@ class ExecutorError(Exception):
 class Runner(Protocol):
     """Runs the samples of one evaluation, many at a time."""
 
-    async def run(self, prompt: Prompt) -> Episode:
+    async def run(self, prompt: Prompt) -> SampleRun:
         """Run one episode of a prompt. Whatever fails is reported by its result.
 
         Raises:
@@ -67,7 +67,7 @@ class Executor(Protocol):
     """Where the samples of an evaluation run; `strands_env.ray.RayExecutor` is one."""
 
     def start(
-        self, episodes: Episodes, prompts: Sequence[Prompt], max_concurrency: int
+        self, episodes: LocalRunner, prompts: Sequence[Prompt], max_concurrency: int
     ) -> AbstractAsyncContextManager[Runner]:
         """Return a context in which samples are run.
 
@@ -78,7 +78,7 @@ class Executor(Protocol):
         """
 
 
-class Episodes:
+class LocalRunner:
     """The episodes of one evaluation, run in the current process and event loop."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Episodes:
         self.keep_identity = keep_identity
         self._served: dict[Any, asyncio.Future[dict[str, str]]] = {}
 
-    async def run(self, prompt: Prompt) -> Episode:
+    async def run(self, prompt: Prompt) -> SampleRun:
         """Run one episode of a prompt; see `Runner`."""
         began = time.monotonic()
         running = asyncio.ensure_future(self._run(prompt))
@@ -112,7 +112,7 @@ class Episodes:
             tokens=observation.tokens if self.keep_tokens else None,
             metrics=observation.metrics,
         )
-        return Episode(
+        return SampleRun(
             result.model_copy(update={"observation": kept}),
             is_judged,
             identity,

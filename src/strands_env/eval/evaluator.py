@@ -30,7 +30,7 @@ from .checkpoint import (
     name_prompts,
 )
 from .concurrency import DEFAULT, Concurrency
-from .episodes import EnvironmentFactory, Episode, Episodes, Executor, Runner
+from .episodes import EnvironmentFactory, Executor, LocalRunner, Runner, SampleRun
 from .metrics import SUCCESS_THRESHOLD, AnswerFn, MetricFn, answer_of, standard_metrics
 
 logger = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class Evaluator:
             if self.output_path is not None:
                 storage = Storage(self.output_path, run)
                 stack.push_async_callback(storage.close)
-            episodes = Episodes(
+            episodes = LocalRunner(
                 self.env_factory,
                 keep_tokens=self.keep_tokens,
                 keep_trajectories=self.keep_trajectories,
@@ -320,7 +320,7 @@ class Evaluator:
             results[prompt_id].append(samples[key])
         return results
 
-    def _sample(self, key: str, prompt: Prompt, index: int, episode: Episode) -> EvalSample:
+    def _sample(self, key: str, prompt: Prompt, index: int, episode: SampleRun) -> EvalSample:
         is_finished = is_conclusive(episode.result)
         identity = episode.identity
         return EvalSample(

@@ -51,7 +51,7 @@ from ..tool_choice import can_force
 from ..tool_parsers import AUTO, ToolParser, ToolParseResult, get_tool_parser
 from ..trajectory import Caller
 from ..trajectory.episodes import (
-    Episodes,
+    RunningEpisodes,
     begin_call,
     cycle_of,
     end_call,
@@ -84,7 +84,7 @@ then be copied."""
 class RecordingHooks(HookProvider):
     """Hooks that record which answers an agent keeps; they serve any number of agents."""
 
-    def __init__(self, model: Any, episodes: Episodes) -> None:
+    def __init__(self, model: Any, episodes: RunningEpisodes) -> None:
         """Create the hooks of a model.
 
         Args:
@@ -290,7 +290,7 @@ class SGLangModel(Model):
         elif tool_parser not in (None, AUTO):
             self.tool_parser = get_tool_parser(tool_parser)
         self.update_config(**config)
-        self._episodes = Episodes()
+        self._episodes = RunningEpisodes()
 
     def _find_tool_parser(self, template: ChatTemplate, chat_template: str | None) -> ToolParser:
         """Find the parser of the model family. If it is unknown, "auto" is an error and the default is Hermes."""

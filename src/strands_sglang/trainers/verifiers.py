@@ -197,7 +197,7 @@ def _episode(record: Mapping[str, Any], trace: Mapping[str, Any]) -> Episode:
 
 
 @dataclass
-class _Place:
+class _NodePlace:
     """Where a node ends: a turn, and the tokens after it that no call has had in its prompt yet."""
 
     turn: Turn | None = None
@@ -209,14 +209,14 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
     nodes = trace["nodes"]
     kept = set(_kept_nodes(nodes))
     finish = {call.get("node"): call.get("finish_reason") for call in trace.get("calls") or ()}
-    places: list[_Place] = []
+    places: list[_NodePlace] = []
     turns: list[Turn] = []
     for number, node in enumerate(nodes):
         name, ids, mask = f"node {number}", node.get("token_ids") or [], node.get("mask") or []
         parent = node.get("parent")
         if parent is not None and not 0 <= parent < number:
             raise ValueError(f"{name}: its parent {parent} is not an earlier node")
-        before = _Place() if parent is None else places[parent]
+        before = _NodePlace() if parent is None else places[parent]
         if len(mask) != len(ids):
             raise ValueError(f"{name}: {len(ids)} tokens with {len(mask)} masks")
         if any(one not in (0, 1) for one in mask):
@@ -225,7 +225,7 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
             if any(mask):
                 message = f"{name}: token {mask.index(True)} is trained, but the model did not sample it"
                 raise RecordError(message, "mask-not-sampled")
-            places.append(_Place(before.turn, [*before.pending, *ids]))
+            places.append(_NodePlace(before.turn, [*before.pending, *ids]))
             continue
         if not ids:  # verifiers records calls without tokens, too
             places.append(before)
@@ -254,7 +254,7 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
             own = add_call(turns, call, None, Reason("opens"))
         else:
             own = add_call(turns, call, (before.turn, None), Reason("continues", detail=(f"node {parent}",)))
-        places.append(_Place(own[-1], list(ids[last:])))
+        places.append(_NodePlace(own[-1], list(ids[last:])))
     return turns
 
 

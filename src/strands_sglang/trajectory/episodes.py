@@ -178,7 +178,7 @@ def cycle_of(invocation_state: Any) -> str | None:
     return None if cycle is None else str(cycle)
 
 
-class Episodes:
+class RunningEpisodes:
     """The trajectories of one model. Safe to use from several threads and event loops."""
 
     def __init__(self) -> None:

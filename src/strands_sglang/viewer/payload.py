@@ -61,7 +61,7 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
             marked = None if drift is None else drift.marks.get(len(entries))
             entry = page.episode(group, episode, advantages.get(episode.id), marked)
             entries.append({"group": number, **entry})
-    places = _Places(groups)
+    places = _Finder(groups)
     located = [places.finding(finding) for finding in findings or ()]
     found = Counter(finding["episode"] for finding in located)
     for number, entry in enumerate(entries):
@@ -298,7 +298,7 @@ class _Page:
         return {"at": self.blocks.file(picture.data), "format": kind, "where": where}
 
 
-class _Places:
+class _Finder:
     """Says where in the page a finding is."""
 
     def __init__(self, groups: Sequence[Group]) -> None:

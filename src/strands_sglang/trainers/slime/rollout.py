@@ -5,7 +5,7 @@ not modified. No request is sent once slime aborts. A sample that is passed in a
 rollout, continued; a finished one is returned.
 
 slime gives an episode one budget of response tokens, and stops rollouts with a flag. Both apply to every request of an
-episode, from the agent, an agent used as a tool, or a summary, so `Episode.on_request` sees all of them.
+episode, from the agent, an agent used as a tool, or a summary, so `Rollout.on_request` sees all of them.
 
 - Once slime aborts, a request raises `SGLangAbortedError` instead.
 - `max_new_tokens` is the rest of the budget, from which everything after the opening prompt is deducted, including tool
@@ -231,7 +231,7 @@ def make_generate(
         # `prompt` makes the agent's input; `episode` does, unless the sample's prompt is a text.
         is_custom = settings.prompt is not None or (settings.episode is not None and not isinstance(sample.prompt, str))
         system, asked = (None, None) if is_custom else messages_of(args, sample)
-        episode = Episode(settings, args, state, sample, sampling_params, evaluation, is_partial=is_partial)
+        episode = Rollout(settings, args, state, sample, sampling_params, evaluation, is_partial=is_partial)
         try:
             reason, reward, facts = await episode.run(system, asked)
             return episode.export(reason, reward, facts)
@@ -327,7 +327,7 @@ class EpisodeModel(SGLangModel):
 
 
 @dataclass(eq=False)
-class Episode:
+class Rollout:
     """One run of an episode, which is the whole episode unless slime aborts it.
 
     Attributes:
@@ -643,7 +643,7 @@ class PartialRollout:
     old_tokens: dict[int, int]
 
 
-def save_partial(episode: Episode) -> None:
+def save_partial(episode: Rollout) -> None:
     """Save an aborted episode on its sample, unless it cannot be continued."""
     sample, trajectory, agent = episode.sample, episode.trajectory, episode.agent
     leaf = trajectory.main_leaf()

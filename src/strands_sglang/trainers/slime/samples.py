@@ -443,7 +443,7 @@ class Rows:
     problems: list[str]
 
 
-class Span(NamedTuple):
+class SampledSpan(NamedTuple):
     """Position of a turn's sampled tokens in a sequence, from `start` to `stop`."""
 
     turn: Turn
@@ -471,10 +471,10 @@ def rows_of(
     Raises:
         SlimeExportError: Logprobs, top-p ids or experts were never requested, or belong to another model.
     """
-    spans: list[Span] = []
+    spans: list[SampledSpan] = []
     for turn, kept in leaf.steps():
         begins = (spans[-1].stop if spans else 0) + len(turn.prompt_ids)
-        spans.append(Span(turn, begins, begins + kept))
+        spans.append(SampledSpan(turn, begins, begins + kept))
     start = spans[0].start
     mask, recorded = sequence.loss_mask, sequence.logprobs
     problems: list[str] = []
@@ -531,7 +531,9 @@ def _is_uninterrupted(turn: Turn) -> bool:
 # --- Top-p ---
 
 
-def _top_p(spans: list[Span], mask: list[int], start: int, problems: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def _top_p(
+    spans: list[SampledSpan], mask: list[int], start: int, problems: list[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids kept by top-p, an empty span for tokens with mask 0; tokens without ids get mask 0."""
     import torch
 
