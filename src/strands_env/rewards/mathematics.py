@@ -118,7 +118,7 @@ class MathReward(RewardFunction):
         answer = text[-MAX_ANSWER_CHARS:] if box is None else box
         if answer.strip() in (truth.strip() for truth in truths):
             return _result("correct", answer.strip(), truths)
-        pool = shared_pool("mathematics", self.limits, self.n_workers)
+        pool = shared_pool("equivalence", self.limits, self.n_workers)
         try:
             response = await pool.run(self._request(truths, answer, box is not None, question_of(action)))
         except OverLimitsError as error:
@@ -155,7 +155,7 @@ class MathReward(RewardFunction):
         """
         truths = truth_texts(truth)
         try:
-            read = shared_pool("mathematics", self.limits, self.n_workers).ask(self._request(truths, None, False, ""))
+            read = shared_pool("equivalence", self.limits, self.n_workers).ask(self._request(truths, None, False, ""))
         except OverLimitsError as error:
             raise ValueError(f"the ground truth {truths!r:.200} takes more than {error} to read") from error
         except WorkerError as error:
