@@ -851,7 +851,7 @@ def model_factory_of(arguments: argparse.Namespace, model: dict[str, Any]) -> An
         ValueError: A value is wrong, or there is no such tokenizer.
         ImportError: The backend's package is not installed.
     """
-    from .core.models import build_model_factory
+    from .core.models import ModelArgumentError, build_model_factory
 
     try:
         return build_model_factory(model)
@@ -859,12 +859,11 @@ def model_factory_of(arguments: argparse.Namespace, model: dict[str, Any]) -> An
         option = "--model" if arguments.tokenizer is None else "--tokenizer"
         name = arguments.tokenizer or arguments.model
         raise ValueError(f"{option} {name}: the tokenizer cannot be loaded: {error}") from error
+    except ModelArgumentError as error:
+        option = {"client": "--client-args", "config": "--model-args"}[error.field]
+        raise ValueError(f"{option}: {in_options(str(error))}") from error
     except ValueError as error:
-        told = in_options(str(error))
-        for option in ("client_args", "model_args", "sampling_params"):
-            if any(re.search(rf"\b{re.escape(name)}\b", told) for name in getattr(arguments, option)):
-                raise ValueError(f"--{option.replace('_', '-')}: {told}") from error
-        raise ValueError(told) from error
+        raise ValueError(in_options(str(error))) from error
 
 
 def run_config(arguments: argparse.Namespace, model: dict[str, Any]) -> dict[str, Any]:
@@ -985,8 +984,10 @@ def named_executor(arguments: argparse.Namespace) -> Any:
         return RayExecutor(arguments.ray, **arguments.ray_args)
     except (TypeError, ValueError) as error:
         raise ValueError(f"--ray-args: {error}") from error
-    except (ImportError, OSError) as error:
-        raise type(error)(f"--ray: {error}") from error
+    except ImportError as error:
+        raise ImportError(f"--ray: {error}") from error
+    except OSError as error:
+        raise OSError(f"--ray: {error}") from error
 
 
 def load_actions(arguments: argparse.Namespace, evaluator: Evaluator, reward: Any) -> list[Action]:

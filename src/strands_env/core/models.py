@@ -322,6 +322,19 @@ _FACTORY_CONFIG: TypeAdapter[SGLangFactoryConfig | OpenAIFactoryConfig | Bedrock
 )
 
 
+class ModelArgumentError(ValueError):
+    """A configuration has an argument that its client or model refuses.
+
+    Attributes:
+        field: The field that holds the argument: "client" or "config".
+    """
+
+    def __init__(self, field: str, error: Exception) -> None:
+        """Name the field."""
+        super().__init__(f"invalid model configuration: {error}")
+        self.field = field
+
+
 def build_model_factory(config: Mapping[str, Any]) -> Callable[[], Model]:
     """Create a model factory from plain data, such as the content of a configuration file.
 
@@ -360,12 +373,26 @@ def build_model_factory(config: Mapping[str, Any]) -> Callable[[], Model]:
             for one in error.errors()
         )
         raise ValueError(f"invalid model configuration: {reasons}") from error
+    given = read.model_dump(exclude={"backend", "client", "config"})
+    if isinstance(read, SGLangFactoryConfig):
+        given["client"] = _made("client", get_client, {"base_url": given.pop("base_url")}, read.client)
+    elif isinstance(read, OpenAIFactoryConfig):
+        given["client_args"] = read.client
+    factory: Callable[[], Model] = _made("config", _FACTORIES[read.backend], given, read.config)
+    return factory
+
+
+def _made(field: str, make: Callable[..., Any], given: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function; what only fails with the arguments of a field is their fault."""
     try:
-        given = read.model_dump(exclude={"backend", "client", "config"})
-        if isinstance(read, SGLangFactoryConfig):
-            return sglang_model_factory(client=get_client(given.pop("base_url"), **read.client), **given, **read.config)
-        if isinstance(read, OpenAIFactoryConfig):
-            return openai_model_factory(client_args=read.client, **given, **read.config)
-        return bedrock_model_factory(**given, **read.config)
-    except TypeError as error:  # an unknown argument in `client` or `config`
-        raise ValueError(f"invalid model configuration: {error}") from error
+        return make(**given, **arguments)
+    except (TypeError, ValueError) as error:
+        make(**given)
+        raise ModelArgumentError(field, error) from error
+
+
+_FACTORIES: Mapping[str, Callable[..., Callable[[], Model]]] = {
+    "sglang": sglang_model_factory,
+    "openai": openai_model_factory,
+    "bedrock": bedrock_model_factory,
+}
