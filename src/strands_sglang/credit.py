@@ -21,7 +21,7 @@ import statistics
 import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, chain, compress, groupby
 from os import PathLike
@@ -792,46 +792,51 @@ def _rows(
     episode: Episode, sequences: Iterable[tuple[Turn, TokenManager]], advantages: Mapping[int, float]
 ) -> list[TrainingRow]:
     """Return the rows of an episode that train a token, in the order of its sequences."""
-    trained = [(leaf, tokens) for leaf, tokens in sequences if any(segment.loss_mask for segment in tokens.segments)]
-    masks = [tokens.loss_mask for _, tokens in trained]
-    versions = [
-        [version if mask else None for version, mask in zip(tokens.policy_versions, own, strict=True)]
-        for (_, tokens), own in zip(trained, masks, strict=True)
-    ]
-    numbers = set(map(version_number, chain.from_iterable(map(compress, versions, masks))))
+    made = [row_of(leaf, tokens, advantages) for leaf, tokens in sequences]
+    rows = [row for row in made if row.trained]
+    used = chain.from_iterable(compress(row.versions, row.loss_mask) for row in rows)
+    numbers = set(map(version_number, used))
     oldest = None if None in numbers else min((number for number in numbers if number is not None), default=None)
-    rows = []
-    for (leaf, tokens), mask, own in zip(trained, masks, versions, strict=True):
-        column = []
-        for turn, kept in leaf.steps():
-            column += [0.0] * len(turn.prompt_ids) + [advantages.get(turn.index, 0.0)] * kept  # 0.0: a helper's
-        logprobs = [math.nan if value is None else value for value in tokens.logprobs]
-        rows.append(
-            TrainingRow(
-                episode=episode.id,
-                group=episode.group,
-                tokens=tokens,
-                token_ids=tokens.token_ids,
-                loss_mask=mask,
-                logprobs=[value if is_trained else 0.0 for value, is_trained in zip(logprobs, mask, strict=True)],
-                versions=own,
-                advantages=[value if is_trained else 0.0 for value, is_trained in zip(column, mask, strict=True)],
-                prompt_length=tokens.initial_prompt_length,
-                trained=sum(mask),
-                episode_trained=sum(map(sum, masks)),
-                episode_version=oldest,
-                spans=[
-                    TurnSpan(
-                        turn.index,
-                        len(turn.prompt_ids),
-                        kept,
-                        turn.generation.finish_type if turn.generation is not None and kept else None,
-                    )
-                    for turn, kept in leaf.steps()
-                ],
-            )
-        )
-    return rows
+    known: dict[str, Any] = {
+        "episode": episode.id,
+        "group": episode.group,
+        "episode_trained": sum(row.trained for row in rows),
+        "episode_version": oldest,
+    }
+    return [replace(row, **known) for row in rows]
+
+
+def row_of(leaf: Turn, tokens: TokenManager, advantages: Mapping[int, float] | None = None) -> TrainingRow:
+    """Return the row of one sequence by itself: nothing in it is about its episode.
+
+    Args:
+        leaf: The last turn of the sequence.
+        tokens: The tokens of the sequence.
+        advantages: Advantages by `Turn.index`; 0.0 for others, such as a helper's.
+    """
+    mask = tokens.loss_mask
+    column: list[float] = []
+    spans = []
+    for turn, kept in leaf.steps():
+        column += [0.0] * len(turn.prompt_ids) + [(advantages or {}).get(turn.index, 0.0)] * kept
+        ended = turn.generation.finish_type if turn.generation is not None and kept else None
+        spans.append(TurnSpan(turn.index, len(turn.prompt_ids), kept, ended))
+    logprobs = [math.nan if value is None else value for value in tokens.logprobs]
+    return TrainingRow(
+        episode="",
+        group=None,
+        tokens=tokens,
+        token_ids=tokens.token_ids,
+        loss_mask=mask,
+        logprobs=[value if is_trained else 0.0 for value, is_trained in zip(logprobs, mask, strict=True)],
+        versions=[name if is_trained else None for name, is_trained in zip(tokens.policy_versions, mask, strict=True)],
+        advantages=[value if is_trained else 0.0 for value, is_trained in zip(column, mask, strict=True)],
+        prompt_length=tokens.initial_prompt_length,
+        trained=sum(mask),
+        episode_trained=sum(mask),
+        episode_version=None,
+        spans=spans,
+    )
 
 
 def _unfit(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...credit import LARGEST_REWARD
+from ...credit import LARGEST_REWARD, row_of
 from ...exceptions import SGLangDecodingError
 from ...outcomes import OUTCOMES, Outcome, RewardRule, TerminationReason, outcome_of
 from ...protocol.generation import Generation
@@ -471,12 +471,12 @@ def rows_of(
     Raises:
         SlimeExportError: Logprobs, top-p ids or experts were never requested, or belong to another model.
     """
+    row = row_of(leaf, sequence)
     spans: list[SampledSpan] = []
-    for turn, kept in leaf.steps():
-        begins = (spans[-1].stop if spans else 0) + len(turn.prompt_ids)
-        spans.append(SampledSpan(turn, begins, begins + kept))
-    start = spans[0].start
-    mask, recorded = sequence.loss_mask, sequence.logprobs
+    for turn, part in zip(leaf.path(), row.spans, strict=True):
+        begins = (spans[-1].stop if spans else 0) + part.prompt_tokens
+        spans.append(SampledSpan(turn, begins, begins + part.sampled_tokens))
+    start, mask = spans[0].start, row.loss_mask
     problems: list[str] = []
     for span in spans:
         if span.turn.status is TurnStatus.DISCARDED or (span.turn.status is TurnStatus.CUT and not keep_cut):
@@ -490,8 +490,8 @@ def rows_of(
                 f"call {span.turn.index} has no logprobs, but slime trains on them: leave return_logprob of "
                 "SGLangModel at True, its default"
             )
-        known = enumerate(recorded[span.start : span.stop], span.start)
-        unknown = [place for place, logprob in known if mask[place] and (logprob is None or not math.isfinite(logprob))]
+        places = range(span.start, span.stop)
+        unknown = [place for place in places if mask[place] and not math.isfinite(row.logprobs[place])]
         for place in unknown:
             mask[place] = 0
         if unknown:
@@ -511,8 +511,8 @@ def rows_of(
                     "--enable-return-routed-experts"
                 )
             problems.append("its routed experts are incomplete")
-    logprobs = [logprob if kept and logprob is not None else 0.0 for kept, logprob in zip(mask, recorded, strict=True)]
-    return Rows(sequence.token_ids, mask[start:], logprobs[start:], top_p, experts, problems)
+    logprobs = [logprob if kept else 0.0 for kept, logprob in zip(mask, row.logprobs, strict=True)]
+    return Rows(row.token_ids, mask[start:], logprobs[start:], top_p, experts, problems)
 
 
 def _clear(mask: list[int], start: int, stop: int) -> None:
