@@ -241,7 +241,7 @@ class Group:
         encoder: Encodes and decodes, if a tokenizer is given.
         is_scored: Whether its advantages compare the episodes' rewards, so that equal rewards train nothing.
         batch: The rows of the training step that it is part of, those of other groups included.
-        strays: Names of trajectories beside the rows that belong to no episode.
+        strays: Names of its trajectories that belong to no episode.
         config: Configuration of most samples of the evaluation.
     """
 

@@ -29,7 +29,7 @@ def read_step(folder: Path) -> list[Group]:
     Raises:
         OSError: A file cannot be read.
         RowsFileError: The file of rows is not one, or damaged.
-        TrajectoryFileError: A file beside the rows is no trajectory.
+        TrajectoryFileError: A file among the trajectories is none.
     """
     file = folder / ROWS
     batch = TrainingRows.load(file)
@@ -76,7 +76,7 @@ def read_step(folder: Path) -> list[Group]:
 
 
 def _add_rows(episode: Inspected, rows: Sequence[tuple[int, TrainingRow]]) -> None:
-    """Put the rows in the place of the sequences that they were made of."""
+    """Replace sequences by the rows that were made of them."""
     turns = {turn.index: turn for turn in episode.turns}
     recorded, taken = [], set()
     for number, row in rows:
