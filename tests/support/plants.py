@@ -497,18 +497,6 @@ def version_of_another_kind(turn: Turn, random: Random) -> bool | None:
 
 
 @written
-def versions_overlap(turn: Turn, random: Random) -> None:
-    count = len(turn.output_ids)
-    ends = random.choice(((count - 1, count - 3, count), (count, 0, count + 5)))
-    answer_with(turn, weight_versions=(VersionSpan("3", 0, ends[0]), VersionSpan("3", *ends[1:])))
-
-
-@written
-def more_cached_than_asked(turn: Turn, random: Random) -> None:
-    answer_with(turn, cached_tokens=turn.generation.prompt_tokens + random.randrange(1, 9))  # type: ignore[union-attr]
-
-
-@written
 def prompt_cut(turn: Turn, random: Random) -> bool | None:
     if len(turn.prompt_ids) < 8:
         return False
@@ -534,65 +522,10 @@ def end_of_the_parent_lost(turn: Turn, random: Random) -> bool | None:
 
 
 @written
-def answer_goes_on_after_its_stop(turn: Turn, random: Random) -> bool | None:
-    stop = turn.generation.stop_token_id  # type: ignore[union-attr]
-    if stop is None or turn.generation.resumed_ids:  # type: ignore[union-attr]
-        return False
-    ids = array("i", turn.output_ids)
-    ids[random.randrange(1, len(ids) - 2)] = stop
-    answer_with(turn, output_ids=ids)
-    return None
-
-
-@written
-def more_tokens_than_allowed(turn: Turn, random: Random) -> None:
-    turn.sampling_params = {**turn.sampling_params, "max_new_tokens": len(turn.output_ids) - random.randrange(1, 5)}
-
-
-@written
 def call_recorded_twice(turn: Turn, random: Random) -> None:
     names = [name for name in Turn.__slots__ if not name.startswith("_")]
     turns = turn.trajectory._turns  # type: ignore[union-attr]
     turns.append(Turn(**{**{name: getattr(turn, name) for name in names}, "index": turns[-1].index + 1}))
-
-
-@written
-def id_beyond_the_vocabulary(turn: Turn, random: Random) -> None:
-    ids = array("i", random.choice((turn.output_ids, turn.prompt_ids)))
-    is_sampled = ids == turn.output_ids
-    ids[random.randrange(len(ids))] = 2_000_000
-    if is_sampled:
-        answer_with(turn, output_ids=ids)
-    else:
-        turn.prompt_ids = ids
-
-
-@written
-def tool_calls_of_another_answer(turn: Turn, random: Random) -> None:
-    turn.tool_calls = () if turn.tool_calls else ({"toolUseId": "a", "name": "calculator", "id": "a"},)
-
-
-@written
-def words_that_are_in_no_token(turn: Turn, random: Random) -> bool | None:
-    name = random.choice(("said", "answered"))
-    parts = list(getattr(turn, name))
-    places = [place for place, part in enumerate(parts) if part.kind == "text"]
-    if not places:
-        return False
-    place = random.choice(places)
-    parts[place] = parts[place]._replace(text="These words were never written.")
-    setattr(turn, name, tuple(parts))
-    return None
-
-
-@written
-def grammar_called_free(turn: Turn, random: Random) -> None:
-    turn.sampling_params = {**turn.sampling_params, "regex": "[a-z]*"}
-
-
-@written
-def time_runs_backwards(turn: Turn, random: Random) -> None:
-    answer_with(turn, latency_s=random.choice((-3.0, math.nan)))
 
 
 @written
@@ -1013,8 +946,3 @@ def answer_missing(record: dict[str, Any]) -> None:
 @record_fault
 def rewarded_as_an_error(record: dict[str, Any]) -> None:
     record["is_errored"] = True
-
-
-@record_fault
-def negative_time(record: dict[str, Any]) -> None:
-    record["seconds"] = -1.0

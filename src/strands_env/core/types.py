@@ -92,11 +92,6 @@ class TokenObservation(BaseModel):
         return {name: getattr(self, name) for name in TokenObservation.model_fields}
 
     @property
-    def initial_prompt_token_ids(self) -> list[int]:
-        """Token ids of the initial prompt, shape (P,)."""
-        return self.token_ids[: self.prompt_length]
-
-    @property
     def rollout_token_ids(self) -> list[int]:
         """Token ids after the initial prompt, shape (T - P,)."""
         return self.token_ids[self.prompt_length :]

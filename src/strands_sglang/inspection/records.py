@@ -105,12 +105,6 @@ def halves(turn: Turn, name: str) -> Iterator[NDArray[Any]]:
         yield np.full(len(ids), np.nan) if values is None else np.asarray(values)
 
 
-def sampled_column(turn: Turn, name: str) -> NDArray[Any]:
-    """Return a column of a turn's sampled tokens."""
-    *_, sampled = halves(turn, name)
-    return sampled
-
-
 @dataclass(eq=False)
 class TokenSequence:
     """One exported sequence: a path through the turns, T tokens long.

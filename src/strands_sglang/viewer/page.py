@@ -61,7 +61,8 @@ def render(
     check_size(groups)
     blocks = Blocks()
     names = dict.fromkeys(short_name(group.file) for group in groups)
-    title = title or ", ".join([*list(names)[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
+    more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+    title = title or ", ".join(list(names)[:3]) + more
     index = page_index(groups, findings, blocks)
     blocks.json({"title": title, **index, "report": report}, "index")
     style = (FRONT / "style.css").read_text(encoding="utf-8")

@@ -92,9 +92,8 @@ async def test_step_returns_messages_tokens_reward_and_outcome(chatml_tokenizer)
     assert observation.final_response == ANSWER
     assert [message["role"] for message in observation.messages] == ["user", "assistant", "user", "assistant"]
     assert env.steps == ["reset", "cleanup"]
-    tokens, [first, second] = observation.tokens, server.requests
+    tokens, [_, second] = observation.tokens, server.requests
     assert tokens is not None and observation.trajectory is not None
-    assert tokens.initial_prompt_token_ids == first.input_ids
     sampled = [token for response in server.responses for token in response.body["output_ids"]]
     assert tokens.token_ids == second.input_ids + server.responses[1].body["output_ids"]
     assert [token for token, mask in zip(tokens.token_ids, tokens.loss_mask, strict=True) if mask] == sampled

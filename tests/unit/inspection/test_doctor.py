@@ -271,6 +271,9 @@ def plant_new_root(folder):
             [*tensors["prompt_ids"][:before], *ids, *tensors["prompt_ids"][before:]], tensors["prompt_ids"].dtype
         )
         turn["parent"], turn["prompt_tokens"] = None, turn["prompt_tokens"] + len(ids)
+        first = facts["turns"][0]
+        turn["digests"] = [*first["digests"], first["answer_digest"], *turn["digests"]]
+        turn["roles"] = [*first["roles"], "assistant", *turn["roles"]]
         if folder.number % 2:
             turn["reason"] = "opens a sequence: the history was rendered again"
 
@@ -595,19 +598,6 @@ def change_answer(records):
     records[2]["observation"]["messages"][-1]["content"][0]["text"] = "Something else."
 
 
-def train_the_prompt(records):
-    records[0]["observation"]["tokens"]["loss_mask"][3] = 1
-
-
-def leave_out_a_token(records):
-    records[0]["observation"]["tokens"]["loss_mask"][-2] = 0
-
-
-def shift_logprobs(records):
-    tokens = records[3]["observation"]["tokens"]
-    tokens["logprobs"] = [*tokens["logprobs"][1:], 0.0]
-
-
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
@@ -615,9 +605,6 @@ def shift_logprobs(records):
         (fail_infrastructure, "reward-failure"),
         (fail_scoring, "reward-failure"),
         (change_answer, "id-text"),
-        (train_the_prompt, "mask-not-sampled"),
-        (leave_out_a_token, "not-trained"),
-        (shift_logprobs, "logprobs-shifted"),
     ],
 )
 def test_a_fault_in_an_evaluation_is_found(evaluated, tmp_path, change, kind):
@@ -661,9 +648,6 @@ def slime_samples():
         (2, {"status": "aborted"}, "reward-failure"),
         (2, {"reward": None}, "reward"),
         (2, {"prompt": "another"}, "group"),
-        (2, {"prefix_cache_info": {"cached_tokens": 5, "total_prompt_tokens": 4}}, "structure"),
-        (2, {"teacher_log_probs": [-1.0] * 7}, "structure"),
-        (2, {"rollout_top_p_token_offsets": [0] * 8}, "structure"),
     ],
 )
 def test_a_fault_in_a_dump_of_slime_is_found(tmp_path, number, changed, kind):
@@ -816,55 +800,17 @@ def test_one_trajectory_under_two_names_is_found(rollout, tmp_path):
     assert [finding.kind for finding in findings(read([tmp_path]))] == ["trained-twice"]
 
 
-def traced(**about):
-    """An OpenEnv trace of two calls, as `to_trace` writes it, with more about its episode."""
-    metadata = {"weight_versions": [["1", 0, 2]], "finish_reason": "abort", "parent": None}
-    about = {"id": "e", "group": "g", "reward": 1.0, "outcome": "task_complete", "left_out": None, **about}
-    turn = {"node_id": "0", "prompt_token_ids": [1, 2], "completion_token_ids": [3, 4], "loss_mask": [0, 0, 1, 1]}
-    turn |= {"per_token_logps": [-1.0, -2.0], "metadata": {**metadata, "episode": about}}
-    after = {**turn, "node_id": "1", "prompt_token_ids": [5], "loss_mask": [0, 1, 1], "per_token_logps": [-0.5, -0.25]}
-    return {"schema_version": 1, "turns": [turn, {**after, "metadata": {**metadata, "finish_reason": "stop"}}]}
-
-
-@pytest.mark.parametrize(
-    "about, is_trained, kinds",
-    [
-        ({}, True, []),  # an answer that was aborted is trained, too
-        ({"left_out": "no reward"}, True, ["left-out"]),
-        ({}, False, ["left-out"]),
-        ({"left_out": "no reward"}, False, []),
-    ],
-)
-def test_a_trace_is_trained_or_says_why_not(tmp_path, about, is_trained, kinds):
-    trace = traced(**about)
-    for turn in trace["turns"] if not is_trained else ():
-        turn["loss_mask"] = [0] * len(turn["loss_mask"])
-    (tmp_path / "trace.json").write_text(json.dumps(trace))
-    assert [finding.kind for finding in findings(read([tmp_path / "trace.json"]))] == kinds
-
-
-def graph(**node):
-    """A trace of verifiers with one call; `node` changes what it sampled."""
+def graph():
+    """A trace of verifiers with one call."""
     asked = {"parent": None, "sampled": False, "token_ids": [1, 2], "mask": [False, False]}
-    said = {"parent": 0, "sampled": True, "token_ids": [3, 4], "mask": [True, True], "logprobs": [-1.0, -2.0], **node}
+    said = {"parent": 0, "sampled": True, "token_ids": [3, 4], "mask": [True, True], "logprobs": [-1.0, -2.0]}
     about = {"id": "e", "ok": True, "task": {"key": "g"}, "agent": {}, "rewards": {"r": {"score": 1.0}}}
     return {**about, "nodes": [asked, said], "calls": [{"node": 1, "finish_reason": "stop"}]}
 
 
-@pytest.mark.parametrize(
-    "node, call, copies, kinds",
-    [
-        ({"advantages": [0.5, 0.5]}, 1, 1, []),
-        ({"advantages": [0.5]}, 1, 1, ["advantage"]),
-        ({"advantages": [0.5, math.nan]}, 1, 1, ["advantage"]),
-        ({}, 0, 1, ["structure"]),
-        ({}, 1, 2, ["trained-twice"]),
-    ],
-)
-def test_a_fault_in_a_trace_of_verifiers_is_found(tmp_path, node, call, copies, kinds):
-    trace = graph(**node)
-    trace["calls"][0]["node"] = call
-    (tmp_path / "traces.json").write_text(json.dumps([trace] * copies))
+@pytest.mark.parametrize("copies, kinds", [(1, []), (2, ["trained-twice"])])
+def test_a_trace_of_verifiers_that_is_there_twice_is_found(tmp_path, copies, kinds):
+    (tmp_path / "traces.json").write_text(json.dumps([graph()] * copies))
     assert [finding.kind for finding in findings(read([tmp_path / "traces.json"]))] == kinds
 
 

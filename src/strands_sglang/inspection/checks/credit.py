@@ -11,10 +11,7 @@ from ...outcomes import OUTCOMES, RewardRule, TerminationReason
 from ..records import Group, Inspected
 from .turns import Facts
 
-_FAILED = {
-    *(TerminationReason.INFRASTRUCTURE_ERROR, TerminationReason.AGENT_ERROR),
-    *(TerminationReason.ABORTED, TerminationReason.CANCELLED),
-}
+_FAILED = ("infrastructure_error", "agent_error", "aborted", "cancelled")
 
 
 def check_rewards(group: Group) -> Iterator[Facts]:
@@ -64,7 +61,7 @@ def _noted(group: Group, episode: Inspected) -> Iterator[Facts]:
         kind = "changed"
         if end.outcome == "task_complete":
             kind = "cut-complete"
-        if TerminationReason(noted.outcome) in _FAILED and end.reward is not None:
+        if noted.outcome in _FAILED and end.reward is not None:
             kind = "reward-failure"
         yield {"kind": kind, "why": f"it counts as {end.outcome}, but its trajectory's file says {noted.outcome}"}
 

@@ -95,7 +95,6 @@ def _sample(group: Group, sequence: TokenSequence) -> Iterator[Facts]:
             "token": prompt + _token_at(row.token_ids[prompt:], group, at),
             "count": 1,
         }
-    yield from _entries(sample, count)
     if sequence.mask.max(initial=0) > 1:
         at = int(sequence.mask.argmax())
         why = f"its loss mask has the value {sequence.mask[at]}"
@@ -131,21 +130,6 @@ def _versions(sample: Mapping[str, Any], has_versions: bool) -> Iterator[Facts]:
         yield {"kind": "version", "why": f"its weight versions cannot be compared: {versions}"}
     if not versions and has_versions and not sample.get("remove_sample"):
         yield {"kind": "version-missing", "why": "it has no weight versions, although others have"}
-
-
-def _entries(sample: Mapping[str, Any], count: int) -> Iterator[Facts]:
-    """Check the lengths of what slime replays, and its counts."""
-    teacher, offsets = sample.get("teacher_log_probs"), sample.get("rollout_top_p_token_offsets")
-    for name, values, wanted in (
-        ("teacher_log_probs", teacher, count),
-        ("rollout_top_p_token_offsets", offsets, count + 1),
-    ):
-        if values is not None and len(values) != wanted:
-            yield {"kind": "structure", "why": f"{count} response tokens came with {len(values)} {name}"}
-    cache = sample.get("prefix_cache_info") or {}
-    cached, total = cache.get("cached_tokens", 0), cache.get("total_prompt_tokens", 0)
-    if cached > total:
-        yield {"kind": "structure", "why": f"{cached} of its {total} prompt tokens are said to come from the cache"}
 
 
 def _logprobs(sequence: TokenSequence, logprobs: Any, prompt: int, *, contract: bool) -> Iterator[Facts]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ...messages import message_digest
 from ...trajectory.turn import TurnStatus
-from ..records import Group, Inspected, TokenSequence, steps_to
-from .steps import shifted
+from ..records import Group, Inspected
 from .turns import Facts
 
 
@@ -28,13 +25,10 @@ def check_record(group: Group, episode: Inspected) -> Iterator[Facts]:
         told = record.get("reward_error") or "by the infrastructure"
         yield {"kind": "reward-failure", "why": f"it has the reward {record['reward']}, but scoring failed: {told}"}
     yield from _answers(episode, record)
-    tokens = record["observation"].get("tokens") if isinstance(record["observation"], Mapping) else None
     sampled = sum(len(turn.output_ids) for turn in episode.turns)
     counted = record["observation"].get("metrics", {}).get("sampled_tokens")
     if episode.turns and isinstance(counted, int) and counted != sampled:
         yield {"kind": "structure", "why": f"its record counts {counted} sampled tokens, its trajectory has {sampled}"}
-    if tokens is not None:
-        yield from _tokens(episode, tokens)
 
 
 def _answers(episode: Inspected, record: Mapping[str, Any]) -> Iterator[Facts]:
@@ -67,46 +61,3 @@ def _texts(episode: Inspected) -> list[str]:
 
 def _says(final: Any, texts: Sequence[str]) -> bool:
     return isinstance(final, str) and bool(texts) and (final.strip() in "\n".join(texts) or texts[-1].strip() in final)
-
-
-def _tokens(episode: Inspected, tokens: Mapping[str, Any]) -> Iterator[Facts]:
-    """Compare the tokens in a record with the trajectory's sequence of the same conversation."""
-    try:
-        ids, mask = np.asarray(tokens["token_ids"], np.int64), np.asarray(tokens["loss_mask"], np.int64)
-        logprobs = np.array([np.nan if value is None else value for value in tokens["logprobs"]], np.float64)
-    except (KeyError, TypeError, ValueError) as error:
-        yield {"kind": "structure", "why": f"the tokens of its record cannot be read: {error!r}"}
-        return
-    if not len(ids) == len(mask) == len(logprobs):
-        why = f"the record has {len(ids)} token ids, {len(mask)} masks and {len(logprobs)} logprobs"
-        yield {"kind": "structure", "why": why}
-        return
-    paths = [
-        TokenSequence(steps, np.zeros(len(ids))) for steps in map(steps_to, episode.turns) if steps[-1].stop == len(ids)
-    ]
-    if not paths:
-        if episode.turns:
-            yield {"kind": "ids", "why": "the tokens of its record do not form a sequence of its trajectory"}
-        return
-    path = min(paths, key=lambda one: int((one.column("ids") != ids).sum()))
-    is_sampled, known, differing = path.is_sampled(), path.column("logprobs"), path.column("ids") != ids
-    trained = np.zeros(len(ids), bool)
-    for step in path.steps:
-        is_excluded = step.turn.constrained or step.turn.status is TurnStatus.DISCARDED
-        trained[step.sampled : step.stop] = not is_excluded
-    given = is_sampled & (logprobs != known) & ~(np.isnan(logprobs) & np.isnan(known))
-    where = shifted(logprobs, known, np.flatnonzero(given))
-    of_logprobs = "logprobs" if where is None else "logprobs-shifted"
-    for kind, found, why in (
-        ("id-text", differing, "the token in its record is not that of its trajectory"),
-        ("mask-not-sampled", (mask > 0) & ~is_sampled, "its record trains it, but the model did not sample it"),
-        ("mask-off-policy", (mask > 0) & is_sampled & ~trained, "its answer is constrained or discarded, but trained"),
-        ("not-trained", (mask == 0) & trained, "the model sampled it, but its record does not train it"),
-        (of_logprobs, given, f"its logprob is not its own: {where or 'another'}"),
-    ):
-        if found.any():
-            at = int(np.flatnonzero(found)[0])
-            holder = path.at(at)
-            number = next((n for n, one in enumerate(episode.sequences) if list(one.steps) == list(path.steps)), None)
-            place = {"turn": None if holder is None else holder.turn.index, "token": at, "count": int(found.sum())}
-            yield {"kind": kind, "why": why, "sequence": number, **place}

@@ -151,7 +151,7 @@ def _episode(
     for number, sequence in numbered:
         assert sequence.row is not None
         want = by_spans.pop(_key(sequence.row), None)
-        for facts in _row(group, episode, sequence, want):
+        for facts in _row(group, sequence, want):
             yield {"sequence": number, **facts}
     for row in by_spans.values() if numbered else ():
         why = f"a sequence of its trajectory trains {row.trained} tokens, but is not a row"
@@ -185,12 +185,13 @@ def _advantages(group: Group, episode: Inspected, sequence: TokenSequence, expec
             return
 
 
-def _row(group: Group, episode: Inspected, sequence: TokenSequence, want: TrainingRow | None) -> Iterator[Facts]:
+def _row(group: Group, sequence: TokenSequence, want: TrainingRow | None) -> Iterator[Facts]:
     """Compare a row with the one that the turns give; None if they give none with its turns."""
     row = sequence.row
     assert row is not None
     if any(step.turn.trajectory is None for step in sequence.steps):
-        yield from _other_tokens(group, episode, row)
+        turns = [span.turn for span in row.spans]
+        yield {"kind": "structure", "why": f"its turns {turns} do not form a sequence of the trajectory"}
         return
     mask = np.zeros(len(sequence), np.uint8) if want is None else np.asarray(want.loss_mask, np.uint8)
     yield from _ids(group, sequence, row)
@@ -237,26 +238,6 @@ def _edge(sequence: TokenSequence, first: int, last: int) -> str:
     """Return the kind of a stretch with the same text in other tokens: inside sampled text, or across its edge."""
     is_inside = any(step.sampled <= first and last < step.stop for step in sequence.steps)
     return "drift" if is_inside else "re-rendered"
-
-
-def _other_tokens(group: Group, episode: Inspected, row: TrainingRow) -> Iterator[Facts]:
-    """Find the sequence of the trajectory whose text a row with other turns has."""
-    given = np.asarray(row.token_ids)
-    text = joined(row.token_ids, group.vocabulary)
-    for derived in episode.derived:
-        ids = derived.column("ids")
-        if text is None or joined(ids.tolist(), group.vocabulary) != text:
-            continue
-        shorter = min(len(ids), len(given))
-        apart = np.flatnonzero(ids[:shorter] != given[:shorter])
-        same_end = np.flatnonzero(ids[::-1][:shorter] != given[::-1][:shorter])
-        first = int(apart[0]) if len(apart) else max(0, shorter - 1)
-        last = len(ids) - 1 - (int(same_end[0]) if len(same_end) else 0)
-        at = {"turn": _turn_at(derived, first), "token": first, "count": 1}
-        yield {"kind": _edge(derived, first, max(first, last)), "why": "its text was tokenized again", **at}
-        return
-    turns = [span.turn for span in row.spans]
-    yield {"kind": "structure", "why": f"its turns {turns} do not form a sequence of the trajectory"}
 
 
 def _mask(sequence: TokenSequence, wanted: Any) -> Iterator[Facts]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...credit import version_number
-from ...messages import chain_of, next_link
+from ...messages import chain_of
 from ...reasons import Reason
 from ...terminal import counted
 from ...trajectory.turn import Turn, TurnStatus
@@ -26,7 +26,7 @@ def check_turns(group: Group, episode: Inspected) -> Iterator[Facts]:
     pieces = episode.trajectory.pieces or group.vocabulary
     widths = [width for turn in episode.turns if turn.generation and (width := turn.generation.routed_width)]
     for turn in episode.turns:
-        for check in (_tokens(turn, pieces, group), _report(turn, pieces), _experts(turn, widths), _status(turn)):
+        for check in (_tokens(turn, pieces, group), _experts(turn, widths), _status(turn)):
             for facts in check:
                 yield {"turn": turn.index, **facts}
     yield from _versions(group, episode)
@@ -76,28 +76,6 @@ def _first_difference(ids: Sequence[int], vocabulary: Mapping[int, bytes], recor
 def _around(text: str, other: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     return text[max(at - 10, 0) : at + 20]
-
-
-# --- the server's own report ---
-
-
-def _report(turn: Turn, pieces: Mapping[int, bytes]) -> Iterator[Facts]:
-    answer = turn.generation
-    if answer is None or answer.resumed_ids:
-        return
-    finish = answer.meta_info.get("finish_reason")
-    was = finish.get("type") if isinstance(finish, Mapping) else None
-    # An aborted request whose budget was used up ended at its length.
-    if was not in (None, answer.finish_type) and (was, answer.finish_type) != ("abort", "length"):
-        kind = "cut-complete" if answer.finish_type == "stop" else "changed"
-        why = f"it is said to have ended with {answer.finish_type!r}, but the server reported {was!r}"
-        yield {"kind": kind, "why": why}
-    reported = answer.meta_info.get("completion_tokens")
-    if isinstance(reported, int) and reported != len(turn.output_ids):
-        text = None if turn.text is None else joined(turn.output_ids, pieces)
-        kind = "drift" if text is not None and _same(text, turn.text or "") else "id-text"
-        why = f"it has {len(turn.output_ids)} sampled tokens, but the server reported {reported}"
-        yield {"kind": kind, "why": why}
 
 
 def _experts(turn: Turn, widths: Sequence[int]) -> Iterator[Facts]:
@@ -175,39 +153,17 @@ def _falling(episode: Inspected) -> Iterator[Facts]:
 
 
 def _places(episode: Inspected) -> Iterator[Facts]:
+    """Find turns that were rendered again although they continue a recorded conversation."""
     answers: dict[bytes, Turn] = {}
     for turn in episode.turns:
-        if turn.digests:
-            yield from ({"turn": turn.index, **facts} for facts in _place(turn, answers))
-            if turn.answer_key is not None:
-                answers[turn.answer_key] = turn
-
-
-def _place(turn: Turn, answers: Mapping[bytes, Turn]) -> Iterator[Facts]:
-    """Compare where a turn attaches with the conversation that it asked."""
-    parent = turn.parent
-    if parent is None:
         chain = chain_of(turn.parts, turn.digests)
         extended = next((answers[link] for link in reversed(chain[1:]) if link in answers), None)
-        is_policy = any(isinstance(part, Reason) and part.kind == "policy" for part in turn.why.detail)
-        if chain[-1] != turn.key:
-            own = [other for key, other in answers.items() if _linked(key, turn.digests) == turn.key]
-            told = f"its conversation continues call {own[0].index}" if own else "its conversation is another"
-            yield {"kind": "re-rendered", "why": f"it opens a sequence, but {told}"}
-        elif extended is not None and not is_policy:
+        by_policy = any(isinstance(part, Reason) and part.kind == "policy" for part in turn.why.detail)
+        if turn.parent is None and extended is not None and not by_policy:
             why = f"it continues the conversation of call {extended.index}, but was rendered again: {turn.reason}"
-            yield {"kind": "re-rendered", "why": why}
-    elif parent.answer_key is not None and _linked(parent.answer_key, turn.digests) != turn.key:
-        why = f"it extends call {parent.index}, but its conversation does not continue it"
-        yield {"kind": "re-rendered", "why": why}
-    if turn.answer_digest is not None and next_link(turn.key, turn.answer_digest) != turn.answer_key:
-        yield {"kind": "changed", "why": "the digest of its answer is not the one that later calls look for"}
-
-
-def _linked(key: bytes, digests: Sequence[bytes]) -> bytes:
-    for digest in digests:
-        key = next_link(key, digest)
-    return key
+            yield {"kind": "re-rendered", "why": why, "turn": turn.index}
+        if turn.answer_key is not None:
+            answers[turn.answer_key] = turn
 
 
 def _by_tokens(group: Group, episode: Inspected) -> Iterator[Facts]:
@@ -237,21 +193,14 @@ _INFRASTRUCTURE = tuple(
 )
 
 
-_THROWN_AWAY = ("another_kept", "asked_again", "ended_before")
-"""Fates of discarded answers."""
-
 _KEPT = (TurnStatus.ANSWERED, TurnStatus.COMMITTED, TurnStatus.FINAL)
 
 
 def _status(turn: Turn) -> Iterator[Facts]:
-    """Compare the status of a turn with its fate, its error and its end; records of other libraries have none."""
+    """Compare the status of a turn with its error and its end; records of other libraries have none."""
     answer = turn.generation
     if answer is None or not turn.digests:
         return
-    if turn.status is TurnStatus.DISCARDED and turn.fate is None and not turn.is_auxiliary:
-        yield {"kind": "not-trained", "why": "it counts as discarded, so it is not trained, but nothing says why"}
-    if turn.status in _KEPT and turn.fate is not None and turn.fate.kind in _THROWN_AWAY:
-        yield {"kind": "mask-off-policy", "why": f"its answer counts as kept, but its note says: {turn.note}"}
     if turn.status in _KEPT and (answer.finish_type == "abort" or turn.failure is not None):
         why = f"its answer counts as complete, but its request was aborted or failed: {turn.failure or 'abort'}"
         yield {"kind": "cut-complete", "why": why}

@@ -6,20 +6,16 @@ A program that records wrongly also writes a checksum that fits, so these faults
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from ...credit import version_number
 from ...terminal import counted
-from ...tool_choice import GRAMMAR_PARAMETERS
 from ...trajectory.turn import Turn
-from ..records import Group, Inspected, halves, turns_of
-from ..texts import joined
+from ..records import Group, Inspected, turns_of
 from .turns import Facts, trained_tokens
 
 ENOUGH = 8
@@ -36,17 +32,11 @@ Certain = tuple[int, int]
 def check_values(group: Group, episode: Inspected, certain: Certain) -> Iterator[Facts]:
     """Check every turn of an episode, and how it ended."""
     has_logprobs = any(_logprobs_of(turn) is not None for turn in turns_of([group]))
-    pieces = episode.trajectory.pieces or group.vocabulary
-    largest = max((token_id for token_id, piece in pieces.items() if piece), default=None)
     trained = trained_tokens(episode)
     for turn in episode.turns:
         mask = trained[id(turn)]
-        checks = [_logprobs(turn, mask, has_logprobs, certain), _spans(turn), _vocabulary(turn, largest)]
-        if episode.has_trajectory:
-            checks += [_counts(turn), _stop(turn), _grammar(turn, mask), _said(turn, pieces)]
-        for check in checks:
-            for facts in check:
-                yield {"turn": turn.index, **facts}
+        for facts in (*_logprobs(turn, mask, has_logprobs, certain), *_prompt(turn)):
+            yield {"turn": turn.index, **facts}
     yield from _end(episode)
 
 
@@ -143,15 +133,6 @@ def _logprobs(turn: Turn, trained: Any, has_logprobs: bool, certain: Certain) ->
         yield {"kind": "logprobs", "why": why, "token": int(np.flatnonzero(trained)[0]), "count": len(known)}
 
 
-def _spans(turn: Turn) -> Iterator[Facts]:
-    spans = () if turn.generation is None else turn.generation.weight_versions
-    bounds = [0, *chain.from_iterable(span[1:] for span in spans), len(turn.output_ids)]
-    if bounds != sorted(bounds):
-        told = ", ".join(f"{version} for tokens {start} to {stop - 1}" for version, start, stop in spans)
-        why = f"its versions of the weights overlap or go beyond its {len(turn.output_ids)} sampled tokens: {told}"
-        yield {"kind": "version", "why": why}
-
-
 def _names(group: Group) -> Iterator[Facts]:
     spans = []
     for episode in group.episodes:
@@ -173,95 +154,19 @@ def _names(group: Group) -> Iterator[Facts]:
 # --- the server's report ---
 
 
-def _counts(turn: Turn) -> Iterator[Facts]:
+def _prompt(turn: Turn) -> Iterator[Facts]:
     answer = turn.generation
-    if answer is None:
-        return
-    if answer.cached_tokens > answer.prompt_tokens > 0:
-        why = f"{answer.cached_tokens} of its {answer.prompt_tokens} prompt tokens are said to come from the cache"
-        yield {"kind": "structure", "why": why}
     # The server counts images by its own tokens.
-    if answer.prompt_tokens and turn.prompt_tokens != answer.prompt_tokens and not turn.image_inputs():
+    is_counted = answer is not None and answer.prompt_tokens and not turn.image_inputs()
+    if answer is not None and is_counted and turn.prompt_tokens != answer.prompt_tokens:
         sent = f"its prompt has {turn.prompt_tokens} tokens, but the server counted {answer.prompt_tokens}"
         yield {"kind": "re-rendered", "why": f"{sent}: others were sent"}
-    most = turn.sampling_params.get("max_new_tokens")
-    if isinstance(most, int) and answer.completion_tokens > most:
-        why = f"it has {answer.completion_tokens} sampled tokens, more than its max_new_tokens={most}"
-        yield {"kind": "structure", "why": why}
-    if not 0 <= answer.latency_s < math.inf:
-        yield {"kind": "structure", "why": f"its request took {answer.latency_s:g} seconds"}
-
-
-def _stop(turn: Turn) -> Iterator[Facts]:
-    answer, given = turn.generation, turn.sampling_params
-    if answer is None or answer.stop_token_id is None or given.get("ignore_eos") or given.get("min_new_tokens"):
-        return
-    if answer.stop_token_id not in answer.output_ids:
-        yield {"kind": "cut-complete", "why": f"its stop token {answer.stop_token_id} is not among its tokens"}
-        return
-    first = answer.output_ids.index(answer.stop_token_id)
-    after = answer.completion_tokens - 1 - first
-    if after and not answer.resumed_ids:
-        why = f"{counted(after, 'token')} after the stop token {answer.stop_token_id}: it ended there"
-        yield {"kind": "mask-not-sampled", "why": why, "token": first + 1, "count": after}
-
-
-def _grammar(turn: Turn, trained: Any) -> Iterator[Facts]:
-    names = [name for name in GRAMMAR_PARAMETERS if turn.sampling_params.get(name) is not None]
-    if names and trained.any() and not turn.constrained:
-        why = f"its tokens were sampled under a grammar ({names[0]}), and are trained"
-        yield {"kind": "mask-off-policy", "why": why, "token": 0, "count": len(trained)}
-
-
-# --- the conversation ---
-
-
-def _vocabulary(turn: Turn, largest: int | None) -> Iterator[Facts]:
-    """Find ids above the largest that has a text: the tokenizer lacks them."""
-    if largest is None:
-        return
-    prompt, sampled = halves(turn, "ids")
-    for part, ids in (("sampled", sampled), ("prompt", prompt)):
-        beyond = np.flatnonzero(ids > largest)
-        if len(beyond):
-            why = f"the {part} id {ids[beyond[0]]} is beyond the tokenizer's vocabulary"
-            at = {"token": int(beyond[0]), "count": 1} if part == "sampled" else {}
-            yield {"kind": "ids", "why": why, **at}
-
-
-def _said(turn: Turn, pieces: Mapping[int, bytes]) -> Iterator[Facts]:
-    """Compare what was said with the tokens, and the tool calls with the answer."""
-    calls = [(part.name, part.id) for part in turn.answered if part.kind == "call"]
-    noted = [(call["name"], call["toolUseId"]) for call in turn.tool_calls]
-    if turn.answered and sorted(noted) != sorted(calls):
-        shown = [", ".join(name for name, _ in some) or "none" for some in (noted, calls)]
-        why = f"its tool calls are noted as {shown[0]}, but its answer has {shown[1]}"
-        yield {"kind": "changed", "why": why}
-    if any(part.kind == "image" for part in turn.said) and turn.images is None:
-        yield {"kind": "structure", "why": "its prompt shows an image, which is not recorded"}
-    notices = turn.trajectory.result_notices if turn.trajectory is not None else {}
-    for name, parts, ids in (("answer", turn.answered, turn.output_ids), ("prompt", turn.said, turn.prompt_ids)):
-        text = joined(ids, pieces) if parts else None
-        for part in parts if text is not None else ():
-            # The model reads another text in place of the result of a call that it wrote wrongly.
-            is_shown = part.kind == "text" or (part.kind == "result" and part.id not in notices)
-            words = _WORD.findall(part.text) if is_shown else []
-            gone = [word for word in words if word not in text]  # type: ignore[operator]
-            if 2 * len(gone) > len(words):  # templates escape, trim and leave out
-                why = f"its {name} as people read it says {part.text[:60]!r}, which is not in its tokens"
-                yield {"kind": "id-text", "why": why}
-                break
-
-
-_WORD = re.compile("[A-Za-z0-9]{4,}")
 
 
 # --- the end ---
 
 
 def _end(episode: Inspected) -> Iterator[Facts]:
-    if episode.seconds is not None and not 0 <= episode.seconds < math.inf:
-        yield {"kind": "structure", "why": f"it took {episode.seconds:g} seconds"}
     end = episode.trajectory.end
     if end is None:
         return
