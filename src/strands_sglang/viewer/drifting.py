@@ -40,10 +40,6 @@ class Drifts:
     sequences: int = 0
     cut: bool = False
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what the page lists."""
-        return {name: getattr(self, name) for name in ("rows", "tokens", "all", "sequences", "cut")}
-
 
 def measure(groups: Sequence[Group]) -> Drifts | None:
     """Measure the drift of all exported sequences of the groups with a tokenizer; None without any."""

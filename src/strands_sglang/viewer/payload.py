@@ -86,7 +86,7 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
         "episodes": entries,
         "findings": located,
         "credit": audit_credit(groups, numbers),
-        "drift": None if drift is None else drift.as_json(),
+        "drift": None if drift is None else {**vars(drift), "marks": None},
     }
 
 
