@@ -320,7 +320,7 @@ class ModelCall:
         )
         self.turn.chat_tools = self._tools(place.turn)
         self.turn.said = said_in(place.new_messages, self.chat.system if place.turn is None else None)
-        logger.debug("call=<%d>, reason=<%s> | asking the model", self.turn.index, self.turn.reason)
+        logger.debug("call=<%d>, reason=<%s> | asking the model", self.turn.index, self.turn.why)
 
     async def _share_prefill(self) -> bool:
         """Wait while another call computes the opening prompt of this one, if it may not be in the server's cache.
