@@ -329,9 +329,9 @@ class ModelArgumentError(ValueError):
         field: The field that holds the argument: "client" or "config".
     """
 
-    def __init__(self, field: str, error: Exception) -> None:
+    def __init__(self, message: str, field: str = "config") -> None:
         """Name the field."""
-        super().__init__(f"invalid model configuration: {error}")
+        super().__init__(message)
         self.field = field
 
 
@@ -388,7 +388,7 @@ def _made(field: str, make: Callable[..., Any], given: Mapping[str, Any], argume
         return make(**given, **arguments)
     except (TypeError, ValueError) as error:
         make(**given)
-        raise ModelArgumentError(field, error) from error
+        raise ModelArgumentError(f"invalid model configuration: {error}", field) from error
 
 
 _FACTORIES: Mapping[str, Callable[..., Callable[[], Model]]] = {
