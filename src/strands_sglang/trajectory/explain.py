@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from strands.types.content import Messages
@@ -31,7 +32,13 @@ def reason_to_extend(
         differences = [_first_difference(leaf, path, known, conversation) for leaf, path in later if path]
         if differences:
             return Reason("forks", turn.index, detail=(_deepest(differences, messages),))
-    return Reason("extends", turn.index, detail=(str(len(conversation.digests) - known),))
+    return _extends(turn.index, len(conversation.digests) - known)
+
+
+@lru_cache(maxsize=4096)
+def _extends(turn: int, messages: int) -> Reason:
+    """Return one object for all episodes: most of their turns have such a reason."""
+    return Reason("extends", turn, detail=(str(messages),))
 
 
 def reason_to_open(turns: Sequence[Turn], conversation: Conversation, messages: Messages) -> Reason:
