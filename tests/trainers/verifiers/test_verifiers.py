@@ -44,7 +44,7 @@ def test_a_results_file_is_examined_and_shown(episodes, tmp_path):
     (tmp_path / "results.jsonl").write_text("\n".join(lines))
     groups = read([tmp_path / "results.jsonl"])
     shown = [episode for group in groups for episode in group.episodes]
-    assert [episode.reward for episode in shown] == [episode.reward for episode in episodes]
+    assert [one.end.reward for one in shown] == [episode.reward for episode in episodes]
     assert not [finding for finding in findings(groups) if finding.kind != "flat-group"]
     assert all(episode.id in render(groups, []) for episode in shown)
 
