@@ -18,6 +18,7 @@ drops a part in a form that it does not know, so messages are put into the templ
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -34,6 +35,7 @@ from ..messages import ChatMessage, pictures_of
 from ..messages.content import ChatTools, ImagePart, Picture, is_plain
 from ..reasons import Reason
 from .encoder import EncodedText, Encoder, get_encoder
+from .shapes import NOW, Hole, HoleReadError, Part, can_fill, filled, with_holes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -219,6 +221,7 @@ class ChatTemplate:
         self._rewrites: dict[tuple[bool, Reasoning], bool] = {}
         self._proofs: dict[tuple[str, bool, bool], Proof] = {}
         self._reads_history: dict[tuple[str, bool, bool], bool] = {}
+        self._shapes = Shapes(self)
         self._openings: dict[Any, Prompt] = {}
         self._lock = threading.Lock()
         self.self_check()
@@ -565,10 +568,13 @@ class ChatTemplate:
                 turn_as_read.pop("tool_calls", None)
             after = self.complete_text_after_turn([*earlier[:-1], turn_as_read], messages, tools)
         else:
-            escaped = shown if self._control_tokens is None else self._control_tokens.escape(shown)
-            after_tool_step = had_tool_results and any(proof.needs_tool_step for proof in proofs)
-            before = before_turn(escaped, messages, has_system=has_system, after_tool_step=after_tool_step)
-            after = self.complete_text_after_turn(before, messages, tools)
+            after = self._shapes.text_after_turn(
+                shown if self._control_tokens is None else self._control_tokens.escape(shown),
+                messages,
+                tools,
+                has_system=has_system,
+                after_tool_step=had_tool_results and any(proof.needs_tool_step for proof in proofs),
+            )
         end_id = self.tokenizer.convert_tokens_to_ids(after.end)
         encoded = self._encoded(after.end + after.following)
         token_ids = _ids_of(encoded)
@@ -670,6 +676,102 @@ class ChatTemplate:
         return None, (min(found)[2],) if found else ()
 
 
+class Shapes:
+    """What a template writes after turns, by shape: what remains the same while ids and the texts of messages change.
+
+    A shape is rendered once, with holes for the ids and texts. If the template reads one of them, or a text could
+    change what it writes around it, the conversation itself is rendered.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        """Start without shapes."""
+        self._template = template
+        self._known: dict[Any, tuple[TextAfterTurn, Sequence[Part]] | None] = {}
+        self._lock = threading.Lock()
+
+    def text_after_turn(
+        self,
+        calls: Sequence[Mapping[str, Any]],
+        messages: Sequence[ChatMessage],
+        tools: Tools,
+        *,
+        has_system: bool,
+        after_tool_step: bool,
+    ) -> TextAfterTurn:
+        """Return the same as the function `text_after_turn`."""
+        texts = [call["id"] for call in calls]
+        fields = []
+        for message in messages:
+            fields.append(tuple((name, None if name in _HOLES else value) for name, value in message.items()))
+            texts += [value for name, value in message.items() if name in _HOLES]
+        before = before_turn(calls, messages, has_system=has_system, after_tool_step=after_tool_step)
+
+        def whole() -> TextAfterTurn:
+            return self._template.complete_text_after_turn(before, messages, tools)
+
+        digest = tools.digest if isinstance(tools, ChatTools) else None
+        if not (tools is None or digest) or not all(map(can_fill, texts)) or {type(one) for one in messages} != {dict}:
+            return whole()
+        names = tuple(call["name"] for call in calls)
+        key = (names, tuple(fields), digest, has_system, after_tool_step)
+        try:
+            shape = self._known[key]
+        except TypeError:  # a field of a message is not text
+            return whole()
+        except KeyError:
+            after = whole()
+            shape = self._shape(before, messages, tools)
+            if shape is not None and replace(shape[0], following=filled(shape[1], texts)) != after:
+                shape = None
+            with self._lock:
+                while len(self._known) >= _MAX_SHAPES:
+                    del self._known[next(iter(self._known))]
+                self._known[key] = shape
+            return after
+        return whole() if shape is None else replace(shape[0], following=filled(shape[1], texts))
+
+    def _shape(
+        self, before: Sequence[ChatMessage], messages: Sequence[ChatMessage], tools: Tools
+    ) -> tuple[TextAfterTurn, Sequence[Part]] | None:
+        """Render with holes; None if the template reads one, or writes one before the end of the turn."""
+        template, numbers = self._template, itertools.count()
+        with_holes = self._with_holes
+        if with_holes is None:
+            return None
+        sentinel = template.sentinel()
+        turn, _ = with_marks(before[-1], lambda: sentinel, blank=True)
+        if "tool_calls" in turn:
+            turn["tool_calls"] = [{**call, "id": Hole(next(numbers))} for call in turn["tool_calls"]]
+        new = [
+            {name: Hole(next(numbers)) if name in _HOLES else value for name, value in message.items()}
+            for message in messages
+        ]
+        formed = template.forms.put([*before[:-1], turn])
+        try:
+            parts = with_holes({**template.variables, "messages": [*formed, *new], "tools": tools})
+        except (HoleReadError, Exception):  # templates raise whatever their expressions raise
+            return None
+        marked = [at for at, part in enumerate(parts) if isinstance(part, str) and sentinel in part]
+        if not marked:
+            return None
+        literal, later = str(parts[marked[-1]]), parts[marked[-1] + 1 :]
+        try:
+            after = _split(literal, sentinel, template.stops)
+        except UnprovenContinuationError:
+            return None
+        # A longer stop could begin before this one, and end in a text.
+        is_first = len(after.end + after.following) >= max(map(len, template.stops))
+        return (after, [after.following, *later]) if is_first and NOW not in later else None
+
+    @cached_property
+    def _with_holes(self) -> Callable[[Mapping[str, Any]], Sequence[Part]] | None:
+        jinja = self._template.jinja
+        return None if jinja is None else with_holes(jinja, self._template.template_text)
+
+
+_HOLES = frozenset({"content", "tool_call_id"})
+"""The fields of messages whose texts differ from call to call."""
+_MAX_SHAPES = 256
 _MAX_OPENINGS = 8
 
 
