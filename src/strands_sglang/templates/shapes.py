@@ -13,6 +13,7 @@ filled in, and one fact about the texts may be used: they hold more than white s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 Part = str | int
@@ -95,7 +96,7 @@ def _joined(values: Iterable[Any]) -> Any:
     texts = [_as_text(value) for value in values]
     if all(type(text) is not Hole for text in texts):
         return "".join(texts)
-    return Hole(*(part for text in texts for part in _parts(text)))
+    return Hole(*chain.from_iterable(map(_parts, texts)))
 
 
 Rendered = list[Part]
@@ -132,12 +133,13 @@ def with_holes(template: Any, source: str) -> Callable[[Mapping[str, Any]], Rend
 
 def filled(parts: Sequence[Part], texts: Sequence[str]) -> str:
     """Return the text of parts whose holes are filled."""
-    return "".join(
-        [
-            part if isinstance(part, str) else texts[part].strip() if type(part) is Stripped else texts[part]
-            for part in parts
-        ]
-    )
+    written = []
+    for part in parts:
+        if isinstance(part, str):
+            written.append(part)
+        else:
+            written.append(texts[part].strip() if type(part) is Stripped else texts[part])
+    return "".join(written)
 
 
 def can_fill(text: str) -> bool:
