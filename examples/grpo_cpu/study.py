@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from study_rollouts import BASE, SETTINGS, TRUNCATED, WAYS, Attempt, Rollouts, Setting, advantages, tasks
 from study_training import step
+from threads import use_all_cores
 from transformers import AutoModelForCausalLM
 
 from strands_sglang import SGLangClient, get_tokenizer, local
@@ -63,7 +64,7 @@ def main() -> int:
     options = Options(**vars(parser.parse_args()))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("strands").setLevel(logging.CRITICAL)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    use_all_cores()
     options.out.mkdir(parents=True, exist_ok=True)
     python = local.ensure_sglang()
     model_path = local.ensure_smollm2(python)

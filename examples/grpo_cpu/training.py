@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ import torch
 from datasets import Dataset
 from record import Run
 from tasks import WAYS, Settings, Task, training_tasks
+from threads import use_all_cores
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -371,7 +371,7 @@ class Recorder(TrainerCallback):
 
 def main(folder: Path, base_url: str) -> None:
     """Train to the last step."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    use_all_cores()
     cpu.enable()
     run = Run(folder)
     settings = Settings(**json.loads((folder / "settings.json").read_text()))

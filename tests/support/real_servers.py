@@ -66,6 +66,7 @@ def logged(path, event):
 
 def load_reference(model_path):
     """The model in float32."""
+    torch.cos(torch.zeros(1))  # the first cosines must not come from two threads: see examples/grpo_cpu/threads.py
     return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
 
 
