@@ -26,7 +26,7 @@ SENTENCES: Mapping[str, str] = {
     "answer_changed": "message {position} (assistant) is not the recorded one (assistant): {0}" + _COMPARED,
     "stops": "it stops after message {position}, before the recorded answer" + _COMPARED,
     "goes_on": "it continues after message {position}" + _COMPARED,
-    # why a continuation is not rendered behind the recorded tokens
+    # why the recorded tokens cannot be continued
     "unproven": "{0}",
     "policy": "the chat template rewrites earlier turns after a {0} message",
     "other_stop": "the model stopped with {0} where the chat template writes {1}",

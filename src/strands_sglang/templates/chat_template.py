@@ -82,7 +82,7 @@ class UnprovenContinuationError(Exception):
     """
 
     def __init__(self, why: str | Reason) -> None:
-        """Say why, in words or as a reason of its own."""
+        """Take the reason; text becomes one of kind `unproven`."""
         self.why = Reason("unproven", detail=(why,)) if isinstance(why, str) else why
         super().__init__(str(self.why))
 
