@@ -213,7 +213,20 @@ PATTERNS = (
         "^a b$",
         "^$",
     ),
-    *("", ".*", "^.+$", "[0-9]+", "a|b", "^a|b$", "^(a|b)$", "^[^,]+$", r"^\S+$", "^(?!admin)[a-z]+$", "^(?=a)a$"),
+    *(
+        "",
+        ".*",
+        "^.+$",
+        "[0-9]+",
+        "a|b",
+        "^a|b$",
+        "^(a|b)$",
+        "^(positive|negative|neutral)$",
+        "^[^,]+$",
+        r"^\S+$",
+        "^(?!admin)[a-z]+$",
+        "^(?=a)a$",
+    ),
     *(r"\bfoo\b", r"^\p{L}+$", r"^(a)\1$", "^[a-z]{1,2000}$", "^([a-z]{1,90}){1,90}$", '^a"b$', r"^[A-Z]:\\[a-z]+$"),
     *(r"^\s*x\s*$", "^a+?b$", r"^(?<y>\d)$", "^<b>$", "^[<>]+$", "^é+$", "^[z-a]$", "^[A-z]+$", r"^[\w.-]+$", "^[a-]$"),
     *("^]<]minimax$", "^[]]$", r"^\u0041$", "^a{2}{3}$", "^*$", "^a{,3}$", "^a{3,1}$", "^[0-9,.]{1,3}$", "^'+/=%&;!~$"),
@@ -462,6 +475,8 @@ WHOLE = (
         "properties": {"a": {"$ref": "#/$defs/T0"}},
         "$defs": {f"T{i}": {"anyOf": [{"$ref": f"#/$defs/T{i + 1}"}] * 2} for i in range(30)} | {"T30": INTEGER},
     },
+    {"properties": {"a": {"type": "array", "items": {"$ref": "#"}}, "b": {"anyOf": [{"$ref": "#"}, NULL]}}},
+    {"properties": {"a": {"$ref": "#/$defs/M"}}, "$defs": {"M": {"additionalProperties": {"$ref": "#/$defs/M"}}}},
     {"properties": {f"p{i}": STRING for i in range(40)}},
     {"properties": {f"p{i}": obj(False, x=INTEGER, y=STRING) for i in range(12)}, "required": ["p3"]},
     {"properties": {"a": obj(b={"type": "array", "items": obj(c={"type": "array", "items": obj(False, d=STRING)})})}},
@@ -697,6 +712,8 @@ def test_grammar_accepts_only_a_call_of_the_forced_tool(byte_walks):
         text = bytes(ids[:-1]).decode(errors="replace")
         reasoning_open = each["flags"].get("reasoning_open", False)
         turn = get_tool_parser(each["format"]).parse_turn(text, tools=each["tools"], reasoning_open=reasoning_open)
+        if any("appears more than once" in str(call.error) for call in turn.tool_calls):
+            continue  # a key of a mapping, which no grammar can keep from being written twice
         if problem := wrong_with(turn, ("fx",), each["tools"]):
             wrong.append((each["format"], json.dumps(each["tools"][0]["inputSchema"]["json"])[:300], text, problem))
     assert not wrong, f"{len(wrong)} of {len(ended)}, e.g. {wrong[:3]}"

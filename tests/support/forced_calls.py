@@ -55,7 +55,8 @@ def wrong_with(turn, names, tools=TOOLS):
     (schema,) = (tool["inputSchema"]["json"] or {} for tool in tools if tool["name"] == found[0][0])
     # Bytes that are not UTF-8, which noise may sample, are not characters to the grammar and do not count.
     arguments = json.loads(json.dumps(turn.tool_calls[0].input, ensure_ascii=False).replace("\ufffd", ""))
-    undeclared = arguments.keys() - set(declared_names(schema))
+    declared = set(declared_names(schema))
+    undeclared = arguments.keys() - declared if declared else set()
     errors = [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(arguments)]
     return f"{errors}, undeclared: {undeclared}" if errors or undeclared else None
 

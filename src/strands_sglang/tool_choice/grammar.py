@@ -14,9 +14,18 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from ..tool_parsers.reading.schemas import same_json, type_name
+from ..tool_parsers.reading.schemas import allowed_types, same_json, type_name
 from ..tool_parsers.reading.values import InvalidValueError, typed_value
-from .schemas import Schema, alternatives, array_items, number_bounds, object_properties, string_pattern
+from .schemas import (
+    Schema,
+    TooDeepError,
+    alternatives,
+    array_items,
+    number_bounds,
+    object_properties,
+    string_pattern,
+    undeclared_properties,
+)
 
 Element = dict[str, Any]  # a part of a structural tag, which SGLang's documentation calls a format
 
@@ -210,7 +219,16 @@ class Notation:
         options = alternatives(schema)
         if self.is_typed:
             options = self._distinguishable(schema, options)
-        return either(map(self.alternative, options))
+        found = []
+        too_deep: TooDeepError | None = None
+        for option in options:
+            try:
+                found.append(self.alternative(option))
+            except TooDeepError as error:
+                too_deep = error
+        if too_deep is not None and not found:
+            raise too_deep
+        return either(found)
 
     def alternative(self, schema: Schema) -> Element:
         """Return the element that matches one of the `alternatives` of a schema.
@@ -250,6 +268,8 @@ class Notation:
         nested = [option for option in options if option.value.get("type") in ("array", "object")]
         if len(nested) > 1 and self.nested is None:
             raise schema.unsupported("the format does not distinguish the alternatives of this schema")
+        if nested and not strings and "string" in allowed_types(schema.value, schema.root):
+            raise schema.unsupported("the format does not distinguish an object or a list without a 'type' from text")
         plain = [option for option in options if option.value.keys() == {"type"} and option not in nested]
         if strings and any(option not in plain and option not in strings for option in options):
             raise schema.unsupported("the format does not distinguish strings from the other values of this schema")
@@ -259,18 +279,39 @@ class Notation:
     def _array(self, schema: Schema) -> Element:
         first, item, least, most = array_items(schema)
         begin, end = self.item
-        one = literal("") if item is None else sequence(begin, self.value(item), end)
-        if item is None or most == 0:
+        if item is None:
             items = members([(sequence(begin, self.value(each), end), True) for each in first], self.comma)
-        elif not self.comma:
-            items = repeated(one, least, most)
         else:
-            more = repeated(sequence(self.comma, one), max(least - 1, 0), None if most is None else most - 1)
-            items = one if most == 1 else sequence(one, more)
-            items = items if least else optional(items)
+            items = self._repeated(begin, item, end, least, most)
         return self._bracketed(self.brackets[0], items)
 
     def _object(self, schema: Schema) -> Element:
+        others = undeclared_properties(schema)
+        if others is None or self.keys:
+            content = self._declared(schema)
+        else:  # a key that is written twice is left to the parser, which rejects it
+            begin, end = (around.format("") for around in self.member)
+            key = sequence(self.quote, json_characters(0, None, self.escapes), self.quote, begin)
+            content = self._repeated(key, others, end, *schema.sizes("minProperties", "maxProperties"))
+        return self._bracketed(self.brackets[1], content)
+
+    def _repeated(self, begin: Element | str, inner: Schema, end: str, least: int, most: int | None) -> Element:
+        """Return the element that matches `least` to `most` values of a schema, each between `begin` and `end`."""
+        if most == 0:
+            return literal("")
+        try:
+            one = sequence(begin, self.value(inner), end)
+        except TooDeepError:
+            if least:
+                raise
+            return literal("")
+        if not self.comma:
+            return repeated(one, least, most)
+        more = repeated(sequence(self.comma, one), max(least - 1, 0), None if most is None else most - 1)
+        items = one if most == 1 else sequence(one, more)
+        return items if least else optional(items)
+
+    def _declared(self, schema: Schema) -> Element:
         properties = object_properties(schema)
         if self.is_sorted:
             properties.sort(key=lambda found: found.name.lower())
@@ -280,8 +321,12 @@ class Notation:
             if self.keys and re.fullmatch(self.keys, key) is None:
                 raise found.schema.unsupported(f"the format cannot write the key {key!r}")
             begin, end = (around.format(key) for around in self.member)
-            parts.append((sequence(begin, self.value(found.schema), end), found.required))
-        return self._bracketed(self.brackets[1], members(parts, self.comma))
+            try:
+                parts.append((sequence(begin, self.value(found.schema), end), found.required))
+            except TooDeepError:
+                if found.required:
+                    raise
+        return members(parts, self.comma)
 
     def _bracketed(self, brackets: str, content: Element) -> Element:
         return sequence(brackets[:1], self.gap, content, self.gap, brackets[1:])

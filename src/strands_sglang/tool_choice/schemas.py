@@ -46,13 +46,20 @@ _ANY_TYPE = ("string", "number", "boolean", "null")
 _LEVELS = 64  # nested references, alternatives and properties; a deeper schema counts as recursive
 _LONGEST = 256  # most characters or items that a schema may require or a pattern may repeat: each is a state
 _MOST_ALTERNATIVES = 256
+_UNROLLED = 3  # how often a value may contain another of the same recursive schema
 # Characters without a meaning in regular expressions, JSON strings and any format; also within a class.
 _ATOM = re.compile(
     r"[A-Za-z0-9 _@:,/=#%&~!;'-]|\\[dw.+*?()/$^|-]|"
     r"\[(?:[A-Z]-[A-Z]|[a-z]-[a-z]|[0-9]-[0-9]|[A-Za-z0-9 _@:,/.+*?=#%]|\\[dw.-])+-?\]"
 )
-_PATTERN = re.compile(rf"\^(?:(?:{_ATOM.pattern})(?:[?*+]|\{{[0-9]{{1,3}}(?:,(?:[0-9]{{1,3}})?)?\}})?)*\$")
+_TERM = rf"(?:{_ATOM.pattern})(?:[?*+]|\{{[0-9]{{1,3}}(?:,(?:[0-9]{{1,3}})?)?\}})?"
+_GROUP = rf"\((?:\?:)?(?:{_TERM})+(?:\|(?:{_TERM})+)*\)\??"  # not repeated: its own repetitions would multiply
+_PATTERN = re.compile(rf"\^(?:{_TERM}|{_GROUP})*\$")
 _REPEATED = re.compile(r"\{([0-9]+)(?:,([0-9]*))?\}")
+
+
+class TooDeepError(NotImplementedError):
+    """A value of a recursive schema would contain too many of the same; a grammar leaves it out where it may."""
 
 
 class Schema(NamedTuple):
@@ -64,6 +71,7 @@ class Schema(NamedTuple):
         path: Path of the schema, for error messages.
         written: Counter of the values in the grammar.
         level: Number of references, lists and objects around the schema.
+        references: References that led to the schema.
     """
 
     value: Mapping[str, Any]
@@ -71,15 +79,16 @@ class Schema(NamedTuple):
     path: str
     written: Iterator[int]
     level: int = 0
+    references: tuple[str, ...] = ()
 
     def at(self, value: Any, *keys: str) -> Schema:
         """Return a schema inside this one.
 
         Raises:
-            NotImplementedError: The value is not a schema, or is nested too deeply, as in a recursive schema.
+            NotImplementedError: The value is not a schema, or is nested too deeply.
         """
         if self.level == _LEVELS:
-            raise self.unsupported("a grammar cannot express a recursive schema")
+            raise self.unsupported("the schema is nested too deeply for a grammar")
         inner = self._replace(value=value, path="/".join((self.path, *keys)), level=self.level + 1)
         if isinstance(value, bool):
             return inner._replace(value={} if value else {"enum": []})
@@ -151,10 +160,14 @@ def _alternatives(schema: Schema) -> list[Schema]:
     if "$id" in value and schema.level:
         raise schema.unsupported("a grammar cannot express an inner schema with an '$id'")
     if "$ref" in value:
-        target = resolve_reference(str(value["$ref"]), schema.root)
+        reference = str(value["$ref"])
+        target = resolve_reference(reference, schema.root)
         if target is None:
-            raise schema.unsupported(f"the reference {value['$ref']!r} leads nowhere")
-        return _alternatives(_joined(schema, "$ref", [target]))
+            raise schema.unsupported(f"the reference {reference!r} leads nowhere")
+        if schema.references.count(reference) > _UNROLLED:
+            raise TooDeepError(str(schema.unsupported("a value of the recursive schema has no end")))
+        inner = _joined(schema, "$ref", [target])
+        return _alternatives(inner._replace(references=(*schema.references, reference)))
     for keyword in ("anyOf", "oneOf"):
         if keyword in value:
             return _choices(schema, keyword)
@@ -201,10 +214,16 @@ def _joined(schema: Schema, keyword: str, parts: list[Any], *keys: str) -> Schem
 def _choices(schema: Schema, keyword: str) -> list[Schema]:
     """Return the alternatives of the schemas in `anyOf` or `oneOf`."""
     parts: list[list[Schema]] = []
+    too_deep: TooDeepError | None = None
     for index, choice in enumerate(_listed(schema, keyword)):
-        parts.append(_alternatives(_joined(schema, keyword, [choice], keyword, str(index))))
+        try:
+            parts.append(_alternatives(_joined(schema, keyword, [choice], keyword, str(index))))
+        except TooDeepError as error:
+            too_deep = error
         if sum(map(len, parts)) > _MOST_ALTERNATIVES:
             raise schema.unsupported(f"a grammar may have at most {_MOST_ALTERNATIVES} alternatives in one place")
+    if too_deep is not None and not any(parts):
+        raise too_deep
     pairs = chain.from_iterable(product(one, other) for one, other in combinations(parts, 2))
     if keyword == "oneOf" and not all(_exclusive(*pair) for pair in pairs):
         raise schema.unsupported("the alternatives of 'oneOf' do not obviously exclude each other")
@@ -275,6 +294,15 @@ def object_properties(schema: Schema) -> list[Property]:
     if least > sum(each.required for each in found) or (most is not None and most < len(found)):
         raise schema.unsupported("a grammar cannot count the properties of an object")
     return found
+
+
+def undeclared_properties(schema: Schema) -> Schema | None:
+    """Return the schema of the properties of an object that declares none; None if it declares some or allows none."""
+    value = schema.value
+    others = value.get("additionalProperties", "properties" not in value)
+    if value.get("properties") or value.get("required") or others is False:
+        return None
+    return schema.at(others, "additionalProperties")
 
 
 def array_items(schema: Schema) -> tuple[list[Schema], Schema | None, int, int | None]:

@@ -2,7 +2,7 @@ import json
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from strands_sglang.tool_choice import CALL_FORMATS, forced_call
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY, HermesToolParser, get_tool_parser
@@ -96,6 +96,44 @@ def test_every_kind_of_parameter_fits_its_schema(format_name, schema, data):
     jsonschema.validate(call.input["a"], schema)
 
 
+@pytest.mark.parametrize("format_name", sorted({*FORMATS} - {"gemma4", "minimax_m3"}))
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1, "maxProperties": 2},
+        {"anyOf": [{"type": "object", "additionalProperties": True}, {"type": "null"}]},
+    ],
+    ids=str,
+)
+@settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_mapping_has_any_keys(format_name, schema, data):
+    tools = [parameter(schema)]
+    text = data.draw(texts_of(element(format_name, tools)))
+    turn = get_tool_parser(format_name).parse_turn(text, tools=tools)
+    assume("appears more than once" not in str(turn.tool_calls[0].error))  # no grammar keeps keys apart
+    assert not wrong_with(turn, ("f",), tools)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_recursive_value_ends(format_name, data):
+    """As deep as its schema unrolls: optional properties, lists and alternatives are where it ends."""
+    reference = {"$ref": "#/$defs/T"}
+    tree = {
+        "type": "object",
+        "properties": {
+            "left": reference,
+            "items": {"type": "array", "items": reference, "maxItems": 1},
+            "next": {"anyOf": [reference, {"type": "null"}]},
+        },
+        "required": ["items", "next"],
+    }
+    drawn_call(data, format_name, [parameter(reference, **{"$defs": {"T": tree}})])
+
+
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
@@ -132,14 +170,12 @@ def words(pattern, **others):
         *map(
             words, ("^[a-z]{1,2000}$", '^a"b$', r"^\S+$", "^a|b$", "^<b>$", "^[A-z]$", "^[z-a]$", "^a{3,1}$", "^a+?$")
         ),
+        *map(words, ("^(a|b)+$", "^(a|)$", "^((a|b)c)$", "^(?=a)$", "^([a-z]{1,90}){1,90}$", "^(a)b)$")),
         {"enum": []},
         {"anyOf": []},
         {"type": []},
         False,
         {"type": "string", "enum": [1]},
-        {"type": ["object", "null"]},
-        {"type": "object"},
-        {"type": "object", "additionalProperties": {"type": "string"}},
         {"type": "object", "patternProperties": {"^x": {"type": "string"}}},
         {"type": "object", "properties": {"x": {}}, "minProperties": 1},
         {"allOf": [{"properties": {"x": {}}}, {"additionalProperties": False}]},
@@ -161,13 +197,23 @@ def words(pattern, **others):
 )
 def test_a_schema_without_an_exact_grammar_is_rejected(format_name, schema):
     """Patterns were dropped, applied in part, matched text that needs an escape, or failed on the server."""
-    tree = {"T": {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}}}}
+    tree = {"T": {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}}, "required": ["x"]}}
     with pytest.raises(NotImplementedError, match="cannot be forced with .* the schema of the tool 'f'/properties/a"):
         forced_call(get_tool_parser(format_name), [parameter(schema, **{"$defs": tree})], ANY)
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("pattern", [r"^\d{4}-\d{2}$", "^[a-f0-9_]{2,3}$", r"^\w+@[a-z.-]+\.de$", "^a?b*$"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^\d{4}-\d{2}$",
+        "^[a-f0-9_]{2,3}$",
+        r"^\w+@[a-z.-]+\.de$",
+        "^a?b*$",
+        "^(positive|negative|neutral)$",
+        r"^(?:v\d+\.)?(a|b{2})-c$",
+    ],
+)
 @settings(deadline=None, max_examples=5, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_plain_pattern_is_matched_exactly(format_name, pattern, data):
@@ -183,6 +229,7 @@ def test_a_plain_pattern_is_matched_exactly(format_name, pattern, data):
         {"enum": ["[1]", [1]]},
         {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 9}]},
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        {"properties": {"x": {"type": "string"}}},
     ],
     ids=str,
 )
@@ -276,8 +323,9 @@ def test_an_unsupported_keyword_is_an_error_with_its_path(keyword):
 @pytest.mark.parametrize(
     ("format_name", "schema", "message"),
     [
-        ("gemma4", {"$ref": "#/$defs/T"}, "a recursive schema"),
-        ("minimax_m3", {"$ref": "#/$defs/T"}, "a recursive schema"),
+        ("gemma4", {"$ref": "#/$defs/T"}, "a value of the recursive schema has no end"),
+        ("minimax_m3", {"type": "array", "items": {"$ref": "#/$defs/T"}, "minItems": 1}, "has no end"),
+        ("minimax_m3", {"type": "object"}, "needs the properties of an object"),
         ("gemma4", {"type": "object", "additionalProperties": True}, "needs the properties of an object"),
         ("qwen_xml", {"enum": ["</parameter>"]}, "cannot write the value '</parameter>'"),
         ("glm", {"$ref": "#/properties/b"}, "leads nowhere"),
@@ -286,7 +334,7 @@ def test_an_unsupported_keyword_is_an_error_with_its_path(keyword):
     ],
 )
 def test_an_unsupported_schema_is_an_error_with_the_parser(format_name, schema, message):
-    tree = {"T": {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}, "s": {"type": "string"}}}}
+    tree = {"T": {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}}, "required": ["x"]}}
     with pytest.raises(NotImplementedError, match=f"{type(get_tool_parser(format_name)).__name__}.*{message}"):
         forced_call(get_tool_parser(format_name), [parameter(schema, **{"$defs": tree})], ANY)
 
