@@ -188,8 +188,8 @@ class ProbedWeights(SGLangWeights):
         """
         weights = [(name, tensor.detach()) for name, tensor in named_tensors]
         super().push(weights, version)
-        answer = self._http.post(f"{self.base_urls[0]}/weights_checker", json={"action": "checksum"})
-        (served,) = (rank["checksums"] for rank in answer.raise_for_status().json()["ranks"])
+        [answer] = self._post("/weights_checker", {"action": "checksum"})
+        (served,) = (rank["checksums"] for rank in answer["ranks"])
         sent = checksums(weights)
         if stale := [name for name, checksum in served.items() if sent.get(name) != checksum]:
             raise RuntimeError(
@@ -209,8 +209,8 @@ class ProbedWeights(SGLangWeights):
             return
         ids = self.trainer.processing_class(PROBE)["input_ids"]
         request = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-        answer = self._http.post(f"{self.base_urls[0]}/generate", json={**request, "logprob_start_len": 0})
-        meta = answer.raise_for_status().json()["meta_info"]
+        [answer] = self._post("/generate", {**request, "logprob_start_len": 0})
+        meta = answer["meta_info"]
         served = torch.tensor([entry[0] for entry in meta["input_token_logprobs"][1:]])
         differences = (served - self.trainer.score(ids)).abs()
         self.difference, self.mean_difference = float(differences.max()), float(differences.mean())

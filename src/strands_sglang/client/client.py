@@ -478,6 +478,36 @@ class SGLangClient:
             raise SGLangDecodingError(f"{base_url or self.base_url}/tokenize responded without `tokens` (a list)")
         return tokens
 
+    async def post(
+        self,
+        path: str,
+        content: Mapping[str, Any] | None = None,
+        *,
+        base_url: str | None = None,
+        timeout: float = INFO_TIMEOUT_S,
+    ) -> dict[str, Any]:
+        """Post JSON to an endpoint of one server, such as `/pause_generation`. It is not retried: it may have acted.
+
+        Args:
+            path: Path below the server's address, with the query if there is one.
+            content: JSON body.
+            base_url: Server to ask; None for any of them.
+            timeout: Seconds for the whole exchange.
+
+        Returns:
+            The server's JSON object; an empty one if it responded with something else, such as plain text.
+
+        Raises:
+            ValueError: `base_url` is not one of the client's servers.
+            SGLangClientError: There is no response, or it is an error; the errors are those of `generate`.
+        """
+        only = None if base_url is None else self._servers[base_url]
+        request = Request(await self._sessions.current(), self._servers, Cancellation(), "POST", path, only)
+        outcome = await ask_once(request, orjson.dumps(content or {}), timeout, _decode_any)
+        if isinstance(outcome, Failure):
+            raise outcome.error
+        return outcome
+
     async def abort(self, rid: str) -> None:
         """Abort a request on its server. Takes at most 2 s and never raises.
 
@@ -694,18 +724,29 @@ async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: 
             await request.until(session.closing, timeout=delay)
 
 
-async def ask_once(request: Request, content: bytes | None, timeout: float) -> Answer | Failure:
+async def ask_once(
+    request: Request,
+    content: bytes | None,
+    timeout: float,
+    decode: Callable[[bytes, str], Answer] = decode_object,
+) -> Answer | Failure:
     """Request a JSON object from one server, once."""
     server = request.server = request.only or request.servers.choose()
     sent = request.session.request(request.method, f"{server.base_url}{request.path}", content, timeout=timeout)
-    return await _outcome(request, sent, decode_object)
+    return await _outcome(request, sent, decode)
+
+
+def _decode_any(body: bytes, url: str) -> Answer:
+    try:
+        return decode_object(body, url)
+    except SGLangDecodingError:
+        return {}
 
 
 async def ask_health(session: LoopSession, servers: Servers, server: Server, timeout: float) -> Answer | Failure:
-    """Request one server's health, once; the result is an empty object if it is up."""
+    """Request one server's health, once; it is not a failure if the server is up."""
     request = Request(session, servers, Cancellation(), "GET", "/health", server)
-    sent = session.request("GET", f"{server.base_url}/health", None, timeout=timeout)
-    return await _outcome(request, sent, lambda body, url: {})
+    return await ask_once(request, None, timeout, _decode_any)
 
 
 async def generate_once(

@@ -5,11 +5,13 @@ Equal arguments return the same object, from any thread. A failure is not cached
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -161,3 +163,9 @@ def _is_reachable(address: str) -> bool:
     asking.start()
     asking.join(HUB_TIMEOUT_S)
     return bool(answers)
+
+
+def run_apart(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in an event loop of its own: for synchronous code, which a running loop may have called."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, work).result()

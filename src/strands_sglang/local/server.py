@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
+from ..client.client import SGLangClient
+from ..client.shared import run_apart
 from .install import sglang_environment
 from .process import GuardedProcess, Heartbeat, LocalServerError, Progress, say, tail
 
@@ -107,17 +107,16 @@ class LocalServer(GuardedProcess):
         """
         heartbeat = Heartbeat(progress)
         try:
-            # No proxy for this machine's own address. `/health` returns 503 until the server can generate.
-            with httpx.Client(base_url=self.base_url, timeout=30.0, trust_env=False) as http:
-                while not answers_health(http):
-                    if (code := self.exit_code) is not None:
-                        raise LocalServerError(f"the SGLang server ended with exit code {code}{self._log_tail()}")
-                    if time.monotonic() - self._started > deadline:
-                        raise LocalServerError(
-                            f"the SGLang server did not become healthy within {deadline:.0f} s{self._log_tail()}"
-                        )
-                    heartbeat.beat()
-                    time.sleep(POLL_INTERVAL)
+            # `/health` returns 503 until the server can generate.
+            while not run_apart(SGLangClient(self.base_url).health()):
+                if (code := self.exit_code) is not None:
+                    raise LocalServerError(f"the SGLang server ended with exit code {code}{self._log_tail()}")
+                if time.monotonic() - self._started > deadline:
+                    raise LocalServerError(
+                        f"the SGLang server did not become healthy within {deadline:.0f} s{self._log_tail()}"
+                    )
+                heartbeat.beat()
+                time.sleep(POLL_INTERVAL)
         except BaseException:
             self.stop()
             raise
@@ -244,14 +243,6 @@ def sglang_command(python: Path, model_path: Path, *, host: str, port: int, sett
         *("--sleep-on-idle", "--skip-server-warmup"),
         *settings.extra_arguments,
     ]
-
-
-def answers_health(http: httpx.Client) -> bool:
-    """Return whether the server of an HTTP client reports that it can generate."""
-    try:
-        return http.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def free_port(host: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import itertools
+import json
 import logging
 import pickle
 import queue
@@ -25,8 +26,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
+from ..client.client import SGLangClient
+from ..client.shared import run_apart
 from ..credit import (
     Episode,
     Normalizer,
@@ -39,8 +40,7 @@ from ..credit import (
     per_row,
     training_rows,
 )
-from ..exceptions import SGLangHTTPError
-from ..terminal import without_credentials
+from ..exceptions import SGLangClientError, SGLangHTTPError
 from .records import newest_version, refuse_images
 
 if TYPE_CHECKING:
@@ -98,16 +98,12 @@ class SGLangWeights:
         """
         if (model_path is None) != (folder is None):
             raise ValueError("model_path and folder belong together: pass both or neither")
-        self.base_urls = [base_url.rstrip("/")] if isinstance(base_url, str) else [url.rstrip("/") for url in base_url]
+        self._client = SGLangClient(base_url, headers=headers)
+        self.base_urls = list(self._client.base_urls)
         self.model_path = None if model_path is None else Path(model_path)
         self.folder = None if folder is None else Path(folder)
-        self._headers = dict(headers or {})
         self._timeout = timeout
-        self._http = self._connected()
         self._is_paused = False
-
-    def _connected(self) -> httpx.Client:
-        return httpx.Client(headers=self._headers, timeout=self._timeout, trust_env=False)
 
     def pause(self) -> None:
         """Stop generation, and wait until the servers are idle; requests in flight return what they have sampled."""
@@ -170,48 +166,42 @@ class SGLangWeights:
         self._post("/update_weights_from_disk", content)
 
     def close(self) -> None:
-        """Close the connections. Servers that are still paused, because training failed, continue."""
+        """Let servers that are still paused, because training failed, continue."""
         try:
             if self._is_paused:
                 self.resume()
-        except (httpx.HTTPError, SGLangHTTPError) as error:
+        except SGLangClientError as error:
             logger.warning("error=<%s> | a server may still be paused", error)
-        finally:
-            self._http.close()
 
-    def _post(self, path: str, content: dict[str, Any], *, missing_is_fine: bool = False) -> None:
-        """Ask all servers, also after one has failed; its error is raised then."""
-        failures: list[Exception] = []
-        if self._http.is_closed:  # training continues after `close`
-            self._http = self._connected()
+    def _post(self, path: str, content: dict[str, Any], *, missing_is_fine: bool = False) -> list[dict[str, Any]]:
+        """Ask all servers, also after one has failed; its error is raised then. Return their answers."""
+        answers: list[dict[str, Any]] = []
+        failures: list[SGLangClientError] = []
         for url in self.base_urls:
             try:
-                response = self._http.post(url + path, json=content)
-            except httpx.HTTPError as error:
-                failures.append(error)
+                answer = run_apart(self._client.post(path, content, base_url=url, timeout=self._timeout))
+            except SGLangClientError as error:
+                if not (missing_is_fine and getattr(error, "status", None) == 404):  # servers before 0.5.23
+                    failures.append(error)
                 continue
-            if response.status_code == 404 and missing_is_fine:  # servers before 0.5.23
-                continue
-            try:
-                answer = response.json()
-            except ValueError:  # plain text, as some endpoints answer, or a proxy's page
-                answer = {}
-            if response.is_error or (isinstance(answer, dict) and answer.get("success") is False):
-                text = f"{without_credentials(url)}{path}: {response.text}"
-                failures.append(SGLangHTTPError(text, status=response.status_code, body=response.text))
+            answers.append(answer)
+            if answer.get("success") is False:
+                text = json.dumps(answer)
+                failures.append(SGLangHTTPError(f"POST {url}{path}: {text}", status=200, body=text))
         if failures:
             raise failures[0]
+        return answers
 
 
 @contextmanager
-def _at_last(step: Callable[[], None]) -> Iterator[None]:
+def _at_last(step: Callable[[], object]) -> Iterator[None]:
     """Take a last step, also after an error, which an error of that step does not replace."""
     try:
         yield
     except BaseException:
         try:
             step()
-        except (httpx.HTTPError, SGLangHTTPError) as error:
+        except SGLangClientError as error:
             logger.warning("error=<%s> | a server may still be paused or updating", error)
         raise
     step()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from strands_sglang import SGLangHTTPError
+from strands_sglang import SGLangConnectionError, SGLangHTTPError
 from strands_sglang.credit import Episode, training_rows
 from strands_sglang.messages.content import Picture
 from strands_sglang.templates.image_tokens import ImageInputs
@@ -20,6 +20,8 @@ from support.agents import user
 from support.recorder import Recorder
 
 TENSORS = [("weight", torch.zeros(3))]
+
+pytestmark = pytest.mark.respx(using="httpx")  # above the default transport, which is aiohttp's
 
 
 @pytest.mark.parametrize(
@@ -91,11 +93,11 @@ def test_no_server_stays_paused_when_another_dies(respx_mock, dead):
     respx_mock.route(host=dead).mock(side_effect=httpx.ConnectError("refused"))
     alive = respx_mock.route(host="one" if dead == "two" else "two").respond(json={"success": True})
     weights = SGLangWeights(["http://one", "http://two"])
-    with pytest.raises(httpx.ConnectError):
+    with pytest.raises(SGLangConnectionError, match=f"http://{dead}/.*could not connect"):
         GRPORollouts(None, group_size=2, weights=weights)([], grpo_trainer())
     assert alive.calls[-1].request.url.path == "/continue_generation"
     worker = AsyncGRPORollouts(None, [], weights)  # AsyncGRPOTrainer resumes only after success, but destroys always
-    with pytest.raises(httpx.ConnectError):
+    with pytest.raises(SGLangConnectionError, match=f"http://{dead}/.*could not connect"):
         worker.pause()
     worker.destroy()
     assert [call.request.url.path for call in alive.calls[-2:]] == ["/pause_generation", "/continue_generation"]
