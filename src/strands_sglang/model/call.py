@@ -550,8 +550,10 @@ class ModelCall:
         """
         messages = self.chat.messages
         place = self.trajectory.attach(self.chat.conversation, messages, self.caller)
-        is_whole = place.turn is None or self.config.history_policy == "template"
-        if not is_long(self.chat.system if is_whole else "", messages if is_whole else place.new_messages):
+        rendered: tuple[Any, ...] = (place.new_messages,)
+        if place.turn is None or self.config.history_policy == "template":
+            rendered = (self.chat.system, messages)
+        if not is_long(*rendered):
             return self._render(place)
         # Not asyncio's own threads: those may all run tools.
         return await self._cancellation.finish(to_thread.run_sync(lambda: self._render(place), abandon_on_cancel=True))

@@ -18,7 +18,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
@@ -615,16 +615,32 @@ class SGLangModel(Model):
         tool_specs: list[ToolSpec] | None,
         system: str | None,
         trajectory: Trajectory,
-        **about: Any,
+        *,
+        caller: Caller = OUTSIDE,
+        names: Mapping[str, str] | None = None,
+        cancel_signal: threading.Event | None = None,
+        json_schema: str | None = None,
     ) -> ModelCall:
-        """Create a call with the model's current configuration."""
+        """Create a call with the model's current configuration; the arguments are those of `ModelCall`."""
         with _configuring:
             settings = self._settings  # first: it may bring another template and parser
             template, parser, images = self.chat_template, self.tool_parser, self.images
         parts = {"system prompt": system, "tools": tool_specs or None, **template.identity}
-        caller: Caller = about.get("caller", OUTSIDE)
         chat = ChatRequest(messages, tool_specs, system, lambda: trajectory.fingerprint(parts, messages, caller.agent))
-        return ModelCall(chat, trajectory, self.client, template, parser, images, settings, self.on_request, **about)
+        return ModelCall(
+            chat,
+            trajectory,
+            self.client,
+            template,
+            parser,
+            images,
+            settings,
+            self.on_request,
+            caller=caller,
+            names=names or {},
+            cancel_signal=cancel_signal,
+            json_schema=json_schema,
+        )
 
 
 def _observe_cancellation(invocation_state: Any, cancel_signal: threading.Event | None) -> None:

@@ -390,10 +390,11 @@ def _number(text: str) -> Value | None:
     if repeated:
         value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(above.partition(".")[2]))
     value = int(whole or 0) + value * Fraction(10) ** int(power or 0) / Fraction(below or 1)
+    if sign == "-":
+        value = -value
     digits = 0 if below else len(above.replace(".", "").lstrip("0"))
-    return Value(
-        "number", text="fraction" if below and not whole else "", number=-value if sign == "-" else value, digits=digits
-    )
+    is_fraction = bool(below) and not whole
+    return Value("number", text="fraction" if is_fraction else "", number=value, digits=digits)
 
 
 def _formula(text: str) -> Value:

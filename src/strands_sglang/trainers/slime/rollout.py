@@ -197,7 +197,27 @@ def make_generate(
     Examples:
         >>> generate = make_generate(tools=[execute_python], system_prompt="Use Python.", max_tool_iters=8)
     """
-    settings = Settings(**locals())
+    settings = Settings(
+        agent_factory=agent_factory,
+        episode=episode,
+        tools=tools,
+        system_prompt=system_prompt,
+        prompt=prompt,
+        max_tool_iters=max_tool_iters,
+        max_tool_calls=max_tool_calls,
+        max_parallel_tool_calls=max_parallel_tool_calls,
+        max_messages=max_messages,
+        max_turns=max_turns,
+        timeout=timeout,
+        reward=reward,
+        fan_out=fan_out,
+        requeue_aborted=requeue_aborted,
+        tool_parser=tool_parser,
+        model_config=model_config,
+        client_settings=client_settings,
+        generate_state=generate_state,
+        failure_reward=failure_reward,
+    )
 
     async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> Any:
         """Generate one sample; see `make_generate`."""
@@ -593,14 +613,14 @@ class Rollout:
             logger.warning("the cleanup of an agent failed", exc_info=True)
 
 
-_logged_origins: set[tuple[str, str, int]] = set()
+_logged_origins: set[tuple[Any, ...]] = set()
 """Origins of logged agent errors: one mistake in the code fails every sample of a run."""
 
 
 def _is_logged(error: Any) -> bool:
     """Return whether an error from the same line was logged before, and mark it as logged."""
     frames = traceback.extract_tb(getattr(error, "__traceback__", None), limit=-1)
-    origin = (type(error).__name__, frames[0].filename if frames else "", (frames[0].lineno or 0) if frames else 0)
+    origin = (type(error).__name__, *((frame.filename, frame.lineno) for frame in frames))
     known = origin in _logged_origins
     _logged_origins.add(origin)
     return known
