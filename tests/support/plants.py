@@ -139,114 +139,6 @@ def logprobs_shifted_by_one(folder: Path, random: Random) -> str | None:
 
 
 @into(TRAJECTORY_FAULTS)
-def prompt_token_called_sampled(folder: Path, random: Random) -> str | None:
-    def change(file: Recorded, turn: dict[str, Any]) -> None:
-        last = file.slice("prompt_ids", turn).stop - 1
-        token = file.tensors["prompt_ids"][last]
-        for name, value in (("output_ids", token), ("logprobs", -0.5)):
-            where = file.slice(name, turn)
-            if where.stop > where.start:
-                file.insert(name, where.start, value)
-        file.remove("prompt_ids", last)
-        turn["prompt_tokens"] -= 1
-        turn["answer"]["sampled_tokens"] += 1
-
-    return in_a_turn(folder, random, lambda file, turn: file.simple(turn) and turn["prompt_tokens"] > 2, change)
-
-
-@into(TRAJECTORY_FAULTS)
-def sampled_token_called_prompt(folder: Path, random: Random) -> str | None:
-    def change(file: Recorded, turn: dict[str, Any]) -> None:
-        first = file.slice("output_ids", turn).start
-        token = file.tensors["output_ids"][first]
-        for name in ("output_ids", "logprobs"):
-            where = file.slice(name, turn)
-            if where.stop > where.start:
-                file.remove(name, where.start)
-        file.insert("prompt_ids", file.slice("prompt_ids", turn).stop, token)
-        turn["prompt_tokens"] += 1
-        turn["answer"]["sampled_tokens"] -= 1
-
-    return in_a_turn(
-        folder, random, lambda file, turn: file.simple(turn) and turn["answer"]["sampled_tokens"] > 2, change
-    )
-
-
-@into(TRAJECTORY_FAULTS)
-def id_changed(folder: Path, random: Random) -> str | None:
-    def change(file: Recorded, turn: dict[str, Any]) -> str:
-        where = file.slice("output_ids", turn)
-        at = random.randrange(where.start, where.stop)
-        pieces = file.pieces()
-        old = int(file.tensors["output_ids"][at])
-        file.tensors["output_ids"][at] = random.choice([token for token in pieces if pieces[token] != pieces.get(old)])
-        return f"token {at - where.start}"
-
-    return in_a_turn(folder, random, lambda file, turn: True, change)
-
-
-@into(TRAJECTORY_FAULTS)
-def text_changed(folder: Path, random: Random) -> str | None:
-    def change(file: Recorded, turn: dict[str, Any]) -> None:
-        text = turn["answer"]["text"]
-        at = random.randrange(len(text))
-        turn["answer"]["text"] = text[:at] + ("x" if text[at] != "x" else "y") + text[at + 1 :]
-
-    return in_a_turn(folder, random, lambda file, turn: bool(turn["answer"]["text"]), change)
-
-
-@into(TRAJECTORY_FAULTS)
-def prompt_id_changed(folder: Path, random: Random) -> str | None:
-    def change(file: Recorded, turn: dict[str, Any]) -> None:
-        where = file.slice("prompt_ids", turn)
-        at = random.randrange(where.start, where.stop)
-        old = int(file.tensors["prompt_ids"][at])
-        file.tensors["prompt_ids"][at] = random.choice([token for token in file.pieces() if token != old])
-
-    return in_a_turn(folder, random, lambda file, turn: turn["prompt_tokens"] > 0, change)
-
-
-@into(TRAJECTORY_FAULTS)
-def version_missing(folder: Path, random: Random) -> str | None:
-    def change(file: Recorded, turn: dict[str, Any]) -> None:
-        turn["answer"] |= {"weight_version": None, "weight_versions": []}
-
-    return in_a_turn(folder, random, lambda file, turn: turn["answer"]["weight_version"] is not None, change)
-
-
-@into(TRAJECTORY_FAULTS)
-def version_falls(folder: Path, random: Random) -> str | None:
-    for file in recorded(folder, random):
-        if len(file.answered) < 2:
-            continue
-        at = random.randrange(1, len(file.answered))
-        for number, turn in enumerate(file.answered):
-            version = "3" if number == at else "9" if number < at else "12"
-            answer = turn["answer"]
-            answer["weight_version"] = version
-            answer["weight_versions"] = [[version, *span[1:]] for span in answer["weight_versions"]]
-        file.save()
-        return f"{file.path.name}, turn {file.answered[at]['index']}"
-    return None
-
-
-@into(TRAJECTORY_FAULTS)
-def boundary_rendered_again(folder: Path, random: Random) -> str | None:
-    """The prompt behind an answer begins with the answer's last token, as if the history had been rendered again."""
-
-    def change(file: Recorded, turn: dict[str, Any]) -> None:
-        parent = file.turns[turn["parent"]]
-        last = file.tensors["output_ids"][file.slice("output_ids", parent).stop - 1]
-        file.insert("prompt_ids", file.slice("prompt_ids", turn).start, last)
-        turn["prompt_tokens"] += 1
-
-    def fits(file: Recorded, turn: dict[str, Any]) -> bool:
-        return turn["parent"] is not None and file.turns[turn["parent"]] in file.answered and file.simple(turn)
-
-    return in_a_turn(folder, random, fits, change)
-
-
-@into(TRAJECTORY_FAULTS)
 def encoded_again(folder: Path, random: Random) -> str | None:
     """A sampled token becomes two others of the same text, as when text is encoded again."""
 
@@ -301,44 +193,6 @@ def cut_answer_called_complete(folder: Path, random: Random) -> str | None:
 
 
 @into(TRAJECTORY_FAULTS)
-def end_of_answer_lost(folder: Path, random: Random) -> str | None:
-    """The answer says that it stopped at a token, and the token is not there."""
-
-    def change(file: Recorded, turn: dict[str, Any]) -> None:
-        for name in ("output_ids", "logprobs"):
-            where = file.slice(name, turn)
-            if where.stop > where.start:
-                file.remove(name, where.stop - 1)
-        turn["answer"]["sampled_tokens"] -= 1
-
-    def fits(file: Recorded, turn: dict[str, Any]) -> bool:
-        answer = turn["answer"]
-        return answer["finish_type"] == "stop" and answer["sampled_tokens"] > 2 and file.simple(turn)
-
-    return in_a_turn(folder, random, fits, change)
-
-
-@into(TRAJECTORY_FAULTS)
-def context_clamped(folder: Path, random: Random) -> str | None:
-    def change(file: Recorded, turn: dict[str, Any]) -> None:
-        turn["clamped"] = True
-        turn["answer"]["finish_type"] = "length"
-
-    return in_a_turn(folder, random, lambda file, turn: turn["answer"]["finish_type"] == "stop", change)
-
-
-@into(TRAJECTORY_FAULTS)
-def logprob_not_a_logprob(folder: Path, random: Random) -> str | None:
-    def change(file: Recorded, turn: dict[str, Any]) -> str:
-        where = file.slice("logprobs", turn)
-        value = random.choice([float("nan"), float("-inf"), 0.7])
-        file.tensors["logprobs"][random.randrange(where.start, where.stop)] = value
-        return str(value)
-
-    return in_a_turn(folder, random, has_logprobs, change)
-
-
-@into(TRAJECTORY_FAULTS)
 def untrained_answer_called_trained(folder: Path, random: Random) -> str | None:
     def change(file: Recorded, turn: dict[str, Any]) -> str:
         if turn["status"] == "discarded":
@@ -352,31 +206,6 @@ def untrained_answer_called_trained(folder: Path, random: Random) -> str | None:
         return turn["constrained"] or turn["is_auxiliary"] or turn["status"] == "discarded"
 
     return in_a_turn(folder, random, fits, change)
-
-
-@into(TRAJECTORY_FAULTS)
-def trained_answer_called_untrained(folder: Path, random: Random) -> str | None:
-    def change(file: Recorded, turn: dict[str, Any]) -> str:
-        name = random.choice(["constrained", "is_auxiliary"])
-        turn[name] = True
-        return name
-
-    def fits(file: Recorded, turn: dict[str, Any]) -> bool:
-        return not (turn["constrained"] or turn["is_auxiliary"] or turn["status"] == "discarded")
-
-    return in_a_turn(folder, random, fits, change)
-
-
-@into(TRAJECTORY_FAULTS)
-def wrong_parent(folder: Path, random: Random) -> str | None:
-    def others(file: Recorded, turn: dict[str, Any]) -> list[int]:
-        earlier = range(file.turns.index(turn))
-        return [at for at in earlier if file.turns[at] in file.answered and at != turn["parent"]]
-
-    def change(file: Recorded, turn: dict[str, Any]) -> None:
-        turn["parent"] = random.choice(others(file, turn))
-
-    return in_a_turn(folder, random, lambda file, turn: bool(others(file, turn)), change)
 
 
 @into(TRAJECTORY_FAULTS)
@@ -399,16 +228,6 @@ def fact_changed(folder: Path, random: Random) -> str | None:
         return name
 
     return in_a_turn(folder, random, lambda file, turn: True, change)
-
-
-@into(TRAJECTORY_FAULTS)
-def infrastructure_rewarded(folder: Path, random: Random) -> str | None:
-    for file in recorded(folder, random):
-        if file.json["end"] and file.json["end"]["outcome"] != "infrastructure_error":
-            file.json["end"] |= {"outcome": "infrastructure_error", "reward": random.choice([0.0, 1.0])}
-            file.save()
-            return file.path.name
-    return None
 
 
 @into(TRAJECTORY_FAULTS)

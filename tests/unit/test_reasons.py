@@ -63,7 +63,7 @@ async def decided(folder, chatml_tokenizer):
     return judged(groups), exported, report.is_proven, report.server.forks_inside
 
 
-@pytest.mark.parametrize("fault", [None, "untrained_answer_called_trained", "wrong_parent", "row_missing"])
+@pytest.mark.parametrize("fault", [None, "untrained_answer_called_trained", "encoded_again", "row_missing"])
 def test_nothing_decides_by_a_sentence(chatml_tokenizer, tmp_path, monkeypatch, fault):
     folder = tmp_path / "step-000003"
     specimens.write_step(folder, chatml_tokenizer, experts=False)
