@@ -188,7 +188,6 @@ FAULTS = [
     *(("evaluation", plant) for plant in EVALUATION_FAULTS.values()),
     *(("trajectories", plant) for plant in WRITTEN_FAULTS.values()),
 ]
-FAULTS.remove(("step", TRAJECTORY_FAULTS["rows_of_experts_missing"]))  # that step has none
 
 
 @pytest.mark.parametrize("specimen, plant", FAULTS, ids=lambda value: getattr(value, "__name__", value))

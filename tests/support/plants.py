@@ -120,24 +120,6 @@ def in_a_turn(
     return None
 
 
-def has_logprobs(file: Recorded, turn: dict[str, Any]) -> bool:
-    return bool(turn["answer"]["has_logprobs"]) and turn["answer"]["sampled_tokens"] > 2
-
-
-@into(TRAJECTORY_FAULTS)
-def logprobs_shifted_by_one(folder: Path, random: Random) -> str | None:
-    def change(file: Recorded, turn: dict[str, Any]) -> str:
-        by = random.choice([-1, 1])
-        where = file.slice("logprobs", turn)
-        file.tensors["logprobs"][where] = np.roll(file.tensors["logprobs"][where], by)
-        return f"by {by}"
-
-    def differ(file: Recorded, turn: dict[str, Any]) -> bool:
-        return has_logprobs(file, turn) and len(set(file.tensors["logprobs"][file.slice("logprobs", turn)])) > 1
-
-    return in_a_turn(folder, random, differ, change)
-
-
 @into(TRAJECTORY_FAULTS)
 def encoded_again(folder: Path, random: Random) -> str | None:
     """A sampled token becomes two others of the same text, as when text is encoded again."""
@@ -165,31 +147,6 @@ def encoded_again(folder: Path, random: Random) -> str | None:
         turn["answer"]["sampled_tokens"] += 1
 
     return in_a_turn(folder, random, lambda file, turn: file.simple(turn) and bool(splits(file, turn)), change)
-
-
-@into(TRAJECTORY_FAULTS)
-def rows_of_experts_missing(folder: Path, random: Random) -> str | None:
-    for file in recorded(folder, random):
-        names = sorted(name for name in file.tensors if name.startswith("routed_experts."))
-        if names:
-            name = random.choice(names)
-            if len(names) > 1 and random.random() < 0.5:
-                del file.tensors[name]
-            else:
-                file.tensors[name] = file.tensors[name][: -random.randint(1, 3)].copy()
-            file.save()
-            return f"{file.path.name}: {name}"
-    return None
-
-
-@into(TRAJECTORY_FAULTS)
-def cut_answer_called_complete(folder: Path, random: Random) -> str | None:
-    def change(file: Recorded, turn: dict[str, Any]) -> None:
-        turn["answer"]["finish_type"] = "stop"
-        if turn["status"] == "cut":
-            turn["status"] = "answered"
-
-    return in_a_turn(folder, random, lambda file, turn: turn["answer"]["finish_type"] in ("length", "abort"), change)
 
 
 @into(TRAJECTORY_FAULTS)
@@ -228,16 +185,6 @@ def fact_changed(folder: Path, random: Random) -> str | None:
         return name
 
     return in_a_turn(folder, random, lambda file, turn: True, change)
-
-
-@into(TRAJECTORY_FAULTS)
-def reward_changed(folder: Path, random: Random) -> str | None:
-    for file in recorded(folder, random):
-        if file.json["end"] and file.json["end"]["reward"] is not None:
-            file.json["end"]["reward"] += 0.5
-            file.save()
-            return file.path.name
-    return None
 
 
 def written(change: Callable[[Turn, Random], bool | None]) -> Callable[[Turn, Random], bool | None]:
@@ -389,15 +336,6 @@ def row_fault(change: Callable[[Rows, Random], str | None]) -> Plant:
 
 
 @row_fault
-def row_logprobs_shifted_by_one(file: Rows, random: Random) -> str | None:
-    number = random.randrange(len(file.rows))
-    by = random.choice([-1, 1])
-    where = file.slice(number)
-    file.tensors["logprobs"][where] = np.roll(file.tensors["logprobs"][where], by)
-    return f"row {number} by {by}"
-
-
-@row_fault
 def trained_logprobs_shifted_by_one(file: Rows, random: Random) -> str | None:
     number = random.randrange(len(file.rows))
     at = file.positions(number, 1)
@@ -418,32 +356,6 @@ def mask_on_a_prompt_token(file: Rows, random: Random) -> str | None:
     file.tensors["advantages"][at] = file.tensors["advantages"][file.positions(number, 1)[0]]
     file.tensors["versions"][at] = file.tensors["versions"][file.positions(number, 1)[-1]]
     return f"row {number}, token {at - file.offsets[number]}"
-
-
-@row_fault
-def sampled_token_without_mask(file: Rows, random: Random) -> str | None:
-    number = random.randrange(len(file.rows))
-    at = random.choice(file.positions(number, 1))
-    for name in ("loss_mask", "logprobs", "advantages"):
-        file.tensors[name][at] = 0
-    return f"row {number}, token {at - file.offsets[number]}"
-
-
-@row_fault
-def row_id_changed(file: Rows, random: Random) -> str | None:
-    at = random.randrange(file.offsets[-1])
-    file.tensors["token_ids"][at] = int(file.tensors["token_ids"][at]) + random.choice([1, -1]) or 1
-    return f"token {at}"
-
-
-@row_fault
-def row_version_missing(file: Rows, random: Random) -> str | None:
-    number = random.randrange(len(file.rows))
-    at = [at for at in file.positions(number, 1) if file.tensors["versions"][at] >= 0]
-    if not at:
-        return None
-    file.tensors["versions"][random.choice(at)] = -1
-    return f"row {number}"
 
 
 @row_fault
@@ -515,50 +427,6 @@ def advantages_on_the_wrong_sibling(file: Rows, random: Random) -> str | None:
         for number in file.of_episode(name):
             file.tensors["advantages"][file.positions(number, 1)] = value
     return f"{pair}"
-
-
-@row_fault
-def group_without_variance(file: Rows, random: Random) -> str | None:
-    pair = siblings(file, random)
-    if pair is None:
-        return None
-    group = file.json["episodes"][pair[0]]["group"]
-    for name, facts in file.json["episodes"].items():
-        if facts["group"] == group and name in file.json["rewards"]:
-            facts["reward"] = file.json["rewards"][name] = 1.0
-            for number in file.of_episode(name):
-                file.tensors["advantages"][file.slice(number)] = 0.0
-    return str(group)
-
-
-@row_fault
-def infrastructure_failure_rewarded(file: Rows, random: Random) -> str | None:
-    names = [row["episode"] for row in file.rows if row["episode"] in file.json["episodes"]]
-    name = random.choice(names)
-    file.json["episodes"][name]["outcome"] = "infrastructure_error"
-    return name
-
-
-@row_fault
-def advantages_over_rows(file: Rows, random: Random) -> str | None:
-    """The baseline counts an episode of two rows twice."""
-    changed = None
-    groups: dict[str, list[int]] = {}
-    for number, row in enumerate(file.rows):
-        groups.setdefault(json.dumps(row["group"]), []).append(number)
-    for name, numbers in groups.items():
-        rewards = [file.json["rewards"][file.rows[number]["episode"]] for number in numbers]
-        if len({file.rows[number]["episode"] for number in numbers}) == len(numbers) or len(set(rewards)) < 2:
-            continue
-        for number, reward in zip(numbers, rewards, strict=True):
-            value = reward - sum(rewards) / len(rewards)
-            if file.json["settings"].get("normalize_std"):
-                value /= np.std(rewards, ddof=1) + 1e-6
-            at = file.positions(number, 1)
-            if not np.allclose(file.tensors["advantages"][at], value):
-                changed = f"group {name}"
-            file.tensors["advantages"][at] = value
-    return changed
 
 
 @row_fault
