@@ -22,7 +22,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, compress, groupby
 from os import PathLike
 from pathlib import Path
@@ -263,7 +263,7 @@ class TrainingRows(Sequence[TrainingRow]):
         from safetensors.numpy import save
 
         for number, row in enumerate(self._rows):
-            for name in ("loss_mask", "logprobs", "versions", "advantages", "trainer_logprobs"):
+            for name in _COLUMNS:
                 column = getattr(row, name)
                 if column is not None and len(column) != len(row):
                     raise ValueError(
@@ -414,6 +414,7 @@ class TrainingRows(Sequence[TrainingRow]):
         return [wanted[normalizer](row) / reduction(batch, index) for index, row in enumerate(self._rows)]
 
 
+_COLUMNS = ("loss_mask", "logprobs", "versions", "advantages", "trainer_logprobs")
 _ROW_FACTS = ("episode", "group", "prompt_length", "episode_trained", "episode_version", "spans")
 
 
@@ -437,7 +438,7 @@ def _read_rows(tensors: Mapping[str, Any], description: Mapping[str, Any]) -> li
     total = len(tensors["token_ids"])
     if offsets[0] != 0 or offsets[-1] != total or offsets != sorted(offsets):
         raise ValueError("row_offsets do not cut the tokens into rows")
-    for name in ("loss_mask", "logprobs", "versions", "advantages", "trainer_logprobs"):
+    for name in _COLUMNS:
         if name in tensors and len(tensors[name]) != total:
             raise ValueError(f"{total} token ids came with {len(tensors[name])} {name}")
     if not set(tensors["loss_mask"].tolist()) <= {0, 1} or min(tensors["versions"].tolist(), default=0) < -1:
@@ -447,22 +448,12 @@ def _read_rows(tensors: Mapping[str, Any], description: Mapping[str, Any]) -> li
     rows = []
     described = zip(description["rows"], weights, offsets[:-1], offsets[1:], strict=True)
     for facts, weight, start, end in described:
-        column = {name: tensors[name][start:end].tolist() for name in ("token_ids", "loss_mask", "logprobs")}
+        columns = {name: tensors[name][start:end].tolist() for name in ("token_ids", *_COLUMNS) if name in tensors}
         spans = [TurnSpan(*span) for span in facts["spans"]]
-        rows.append(
-            TrainingRow(
-                **{**facts, "group": _as_group(facts["group"]), "spans": spans},
-                **column,
-                tokens=_sequence(spans, **column),
-                versions=[names[number] for number in tensors["versions"][start:end].tolist()],
-                advantages=tensors["advantages"][start:end].tolist(),
-                trained=sum(column["loss_mask"]),
-                trainer_logprobs=tensors["trainer_logprobs"][start:end].tolist()
-                if "trainer_logprobs" in tensors
-                else None,
-                loss_weight=weight,
-            )
-        )
+        tokens = _sequence(spans, columns["token_ids"], columns["loss_mask"], columns["logprobs"])
+        columns["versions"] = [names[number] for number in columns["versions"]]
+        known = {**facts, **columns, "group": _as_group(facts["group"]), "spans": spans}
+        rows.append(TrainingRow(**known, tokens=tokens, trained=sum(columns["loss_mask"]), loss_weight=weight))
     return rows
 
 
@@ -497,9 +488,6 @@ class Batch:
         left_out: Episodes without rows that a trainer may count nevertheless.
         micro_batches: Indices of the rows in each micro-batch; None if the loss does not depend on them.
         max_length: Length that the loss divides by; None if it does not.
-        episodes: Number of episodes, G.
-        trained: Number of trained tokens, N.
-        micro_trained: Number of trained tokens in the micro-batch of each row, by the row's index.
     """
 
     rows: Sequence[TrainingRow]
@@ -507,18 +495,24 @@ class Batch:
     micro_batches: Sequence[Sequence[int]] | None = None
     max_length: int | None = None
     left_out: int = 0
-    episodes: int = field(init=False)
-    trained: int = field(init=False)
-    micro_trained: Mapping[int, int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Count once."""
-        micro_trained: dict[int, int] = {}
+    @cached_property
+    def episodes(self) -> int:
+        """Number of episodes, G."""
+        return len({row.episode for row in self.rows})
+
+    @cached_property
+    def trained(self) -> int:
+        """Number of trained tokens, N."""
+        return sum(row.trained for row in self.rows)
+
+    @cached_property
+    def micro_trained(self) -> Mapping[int, int]:
+        """Number of trained tokens in the micro-batch of each row, by the row's index."""
+        counts: dict[int, int] = {}
         for members in self.micro_batches or ():
-            micro_trained.update(dict.fromkeys(members, sum(self.rows[index].trained for index in members)))
-        object.__setattr__(self, "micro_trained", micro_trained)
-        object.__setattr__(self, "episodes", len({row.episode for row in self.rows}))
-        object.__setattr__(self, "trained", sum(row.trained for row in self.rows))
+            counts.update(dict.fromkeys(members, sum(self.rows[index].trained for index in members)))
+        return counts
 
     @property
     def size(self) -> int:
@@ -754,7 +748,7 @@ def _without_reward(episode: Episode) -> Reason | None:
         return Reason("outcome", detail=(episode.outcome.value,))
     if episode.reward is None:
         return Reason("only_turn_rewards" if episode.turn_rewards else "no_reward")
-    if any(_number(reward) is None for reward in (episode.reward, *episode.turn_rewards.values())):
+    if None in map(_number, (episode.reward, *episode.turn_rewards.values())):
         return Reason("reward_not_a_number")
     rewards = _rewards(episode)
     if not all(map(math.isfinite, rewards)):
@@ -766,8 +760,7 @@ def _without_reward(episode: Episode) -> Reason | None:
 
 def _rewards(episode: Episode) -> list[float]:
     """Return the rewards of an episode and its turns as plain floats."""
-    own = 0.0 if episode.reward is None else as_number(episode.reward)
-    return [own, *map(as_number, episode.turn_rewards.values())]
+    return [*map(as_number, (episode.reward, *episode.turn_rewards.values()))]
 
 
 def _returns(episode: Episode, turns: Sequence[Turn], discount: float) -> list[float]:

@@ -12,14 +12,13 @@ imported only when used; docs/guides/areal.md shows the settings.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from ..credit import Episode, Reduction, TrainingRow, TrainingRows, per_batch, training_rows, version_number
-from .records import refuse_images
+from .records import refuse_images, run_together
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +103,7 @@ def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
         class StrandsWorkflow(RolloutWorkflow):
             async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
                 version = engine.get_version()
-                tasks = [asyncio.ensure_future(run_episode(engine, data)) for _ in range(group_size)]
-                try:
-                    episodes = await asyncio.gather(*tasks)
-                finally:
-                    for task in tasks:
-                        task.cancel()
+                episodes = await run_together(run_episode(engine, data) for _ in range(group_size))
                 is_limited = credit.get("max_staleness") is not None
                 staleness = {"version": engine.get_version()} if is_limited else {}
                 rows = training_rows(
@@ -151,21 +145,19 @@ def to_batch(rows: TrainingRows, version: int = 0) -> dict[str, Any] | None:
         return None
     refuse_images(rows, "AReaL's batch")
 
-    def versions(row: TrainingRow) -> list[int]:
-        """Return the version that sampled each trained token; -1 for the others, as in AReaL."""
-        found = []
-        for name, mask in zip(row.versions, row.loss_mask, strict=True):
-            number = version_number(name)
-            known = version if number is None else number
-            found.append(known if mask else -1)
-        return found
+    def version_of(name: str | None, mask: int) -> int:
+        """Return the version that sampled a token; -1 if the token is not trained, as in AReaL."""
+        if not mask:
+            return -1
+        number = version_number(name)
+        return version if number is None else number
 
     ends = [len(row) - row.loss_mask[::-1].index(1) for row in rows]
     columns: dict[str, tuple[Callable[[TrainingRow], list[Any]], Any, float]] = {
         "input_ids": (lambda row: row.token_ids, torch.int32, 0),
         "loss_mask": (lambda row: row.loss_mask, torch.int32, 0),
         "logprobs": (lambda row: row.logprobs, torch.float32, 0.0),
-        "versions": (versions, torch.int32, -1),
+        "versions": (lambda row: [*map(version_of, row.versions, row.loss_mask)], torch.int32, -1),
         "attention_mask": (lambda row: [True] * len(row), torch.bool, False),
     }
     batch = {}

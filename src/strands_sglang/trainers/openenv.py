@@ -8,7 +8,6 @@ OpenEnv is imported by `to_trace` only; docs/guides/openenv.md shows both direct
 
 from __future__ import annotations
 
-import logging
 import math
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
@@ -35,8 +34,6 @@ from .records import (
 if TYPE_CHECKING:
     from openenv.core.harness.training import TrainingTrace
 
-logger = logging.getLogger(__name__)
-
 
 def to_trace(episode: Episode, *, max_tokens: int | None = None) -> TrainingTrace:
     """Return an episode as a trace for OpenEnv's `fetch_training_trace`.
@@ -54,8 +51,6 @@ def to_trace(episode: Episode, *, max_tokens: int | None = None) -> TrainingTrac
     from openenv.core.harness.training import TrainingTrace, TrainingTurn
 
     reason = left_out_reason(episode, max_tokens)
-    if reason is not None:
-        logger.warning("episode=<%s> | left out of training: %s", episode.id, reason)
     shown = trained_turns(episode.trajectory)
     ids = {turn.index for turn, _ in shown}
     turns: list[TrainingTurn] = []

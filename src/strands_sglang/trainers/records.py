@@ -6,19 +6,25 @@ whole or not at all; a call whose mask changes inside its answer becomes one tur
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, TypeVar
 
-from ..credit import Episode, TrainingRow, training_rows, version_number
+from ..credit import Episode, TrainingRow, TrainingRows, training_rows, version_number
 from ..exceptions import PortableError
 from ..protocol.generation import Generation, VersionSpan, clip_spans
 from ..reasons import Reason
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn, TurnStatus
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class RecordError(PortableError, ValueError):
@@ -34,10 +40,27 @@ class RecordError(PortableError, ValueError):
         self.kind = kind
 
 
+async def run_together(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Run episodes at once; the first exception cancels the others."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def log_left_out(rows: TrainingRows) -> None:
+    """Log which episodes cannot be trained, and why."""
+    for name, reason in rows.left_out.items():
+        logger.warning("episode=<%s> | left out of training: %s", name, reason)
+
+
 def left_out_reason(episode: Episode, max_tokens: int | None) -> str | None:
-    """Return why an episode cannot be trained, in words; None if it can. Its reward may come later."""
+    """Return why an episode cannot be trained, in words, and log it; None if it can. Its reward may come later."""
     scored = episode if episode.reward is not None else replace(episode, reward=0.0)
     rows = training_rows([scored], baseline=None, max_tokens=max_tokens)
+    log_left_out(rows)
     return next(map(str, rows.left_out.values()), None)
 
 

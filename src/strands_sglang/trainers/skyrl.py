@@ -6,7 +6,6 @@ used; docs/guides/skyrl.md shows the settings.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ from typing import Any
 
 from ..credit import Episode, Reduction, TrainingRow, per_batch, per_length_limit, per_row, training_rows
 from ..reasons import Reason
-from .records import check_settings, newest_version, refuse_images
+from .records import check_settings, newest_version, refuse_images, run_together
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +84,7 @@ def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None, ma
                 episode = await run_episode(prompt, extra, sampling)
                 return episode, time.monotonic() - started
 
-            tasks = [asyncio.ensure_future(timed(*one)) for one in zip(prompts, extras, strict=True)]
-            try:
-                ended = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
+            ended = await run_together(timed(*one) for one in zip(prompts, extras, strict=True))
             episodes, seconds = [episode for episode, _ in ended], [seconds for _, seconds in ended]
             metadata = input_batch.get("batch_metadata")
             if metadata is not None and metadata.training_phase == "eval":

@@ -41,7 +41,7 @@ from ..credit import (
     training_rows,
 )
 from ..exceptions import SGLangClientError, SGLangHTTPError
-from .records import newest_version, refuse_images
+from .records import log_left_out, newest_version, refuse_images, run_together
 
 if TYPE_CHECKING:
     import torch
@@ -582,36 +582,37 @@ class GRPORollouts:
                 f"{self._group_size} episodes made {most} rows, but num_generations={size} has room for {size - 1} and "
                 f"a filler: set num_generations to at least {most + 1}"
             )
-        scales = rows.weights(
-            self._normalizer,
-            f"trl:{arguments.loss_type}",
-            constant=self._constant,
-            fillers=len(prompts) - len(rows),
-            micro_batches=[range(len(rows))],  # `_check` refuses more where they matter
-            max_length=arguments.max_completion_length,
+        scales = iter(
+            rows.weights(
+                self._normalizer,
+                f"trl:{arguments.loss_type}",
+                constant=self._constant,
+                fillers=len(prompts) - len(rows),
+                micro_batches=[range(len(rows))],  # `_check` refuses more where they matter
+                max_length=arguments.max_completion_length,
+            )
         )
-        columns: dict[str, list[Any]] = {
-            name: [] for name in ("prompt_ids", "completion_ids", "env_mask", "logprobs", "row_advantage")
-        }
-        at = 0
+        end = [trainer.processing_class.eos_token_id]
+        trained: list[tuple[Any, ...]] = []
         for group in groups:
-            advantages = [row.advantage * scale for row, scale in zip(group, scales[at:], strict=False)]
-            at += len(group)
-            for row, advantage in zip(group, advantages, strict=True):
-                first = row.loss_mask.index(1)
-                columns["prompt_ids"].append(row.token_ids[:first])
-                columns["completion_ids"].append(row.token_ids[first:])
-                columns["env_mask"].append(row.loss_mask[first:])
-                columns["logprobs"].append(row.logprobs[first:])
-                columns["row_advantage"].append(advantage)
-            for number in range(size - len(group)):
-                end = trainer.processing_class.eos_token_id
-                columns["prompt_ids"].append([end])
-                columns["completion_ids"].append([end])
-                columns["env_mask"].append([0])
-                columns["logprobs"].append([0.0])
-                columns["row_advantage"].append(-sum(advantages) if number == 0 else 0.0)
-        return columns
+            balance = 0.0
+            for row in group:
+                first, advantage = row.loss_mask.index(1), row.advantage * next(scales)
+                balance -= advantage
+                trained.append(
+                    (
+                        row.token_ids[:first],
+                        row.token_ids[first:],
+                        row.loss_mask[first:],
+                        row.logprobs[first:],
+                        advantage,
+                    )
+                )
+            for _ in range(size - len(group)):
+                trained.append((end, end, [0], [0.0], balance))
+                balance = 0.0
+        names = ("prompt_ids", "completion_ids", "env_mask", "logprobs", "row_advantage")
+        return {name: [row[place] for row in trained] for place, name in enumerate(names)}
 
     def _check(self, arguments: Any, processes: int) -> None:
         if processes > 1:
@@ -655,8 +656,7 @@ class GRPORollouts:
         for batch in batches:
             refuse_images(batch, "TRL's sample")
             self.left_out += batch.counts
-            for name, reason in batch.left_out.items():
-                logger.warning("episode=<%s> | left out of training: %s", name, reason)
+            log_left_out(batch)
         return batches
 
 
@@ -694,10 +694,5 @@ def row_advantages(completions: Sequence[Any], row_advantage: Sequence[float], *
 
 async def _run_episodes(run_episode: RunEpisode, prompt: Any, number: int, size: int) -> list[Episode]:
     """Run the episodes of a prompt at once; the first exception cancels the others."""
-    tasks = [asyncio.ensure_future(run_episode(prompt)) for _ in range(size)]
-    try:
-        episodes = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    episodes = await run_together(run_episode(prompt) for _ in range(size))
     return [replace(episode, group=number) for episode in episodes]

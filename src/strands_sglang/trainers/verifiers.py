@@ -8,7 +8,6 @@ verifiers is imported by `to_episode` only; docs/guides/verifiers.md shows both 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from verifiers.v1.episode import WireEpisode
     from verifiers.v1.trace import WireTrace
-
-logger = logging.getLogger(__name__)
 
 _INFO = "strands_sglang"
 _FINISH_REASONS = ("stop", "length")  # verifiers has no word for an abort
@@ -67,8 +64,6 @@ def to_episode(
             "verifiers has one reward per episode: pass advantages=rows.advantages[episode.id] for rewards of turns"
         )
     reason = left_out_reason(episode, max_tokens)
-    if reason is not None:
-        logger.warning("episode=<%s> | left out of training: %s", episode.id, reason)
     trace = WireTrace(
         id=episode.id,
         task=TraceTask(type="strands", data=WireTaskData(), key=str(episode.group)),
