@@ -12,12 +12,12 @@ import concurrent.futures
 import inspect
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from itertools import chain
 from typing import Any
 
-from ...credit import LARGEST_REWARD, group_advantages
-from .samples import as_reward, is_evaluation, main_sample, normalizes_by_group, reward_key, rollout_of
+from ...credit import group_advantages
+from .samples import as_reward, is_evaluation, main_sample, normalizes_by_group, rollout_of, usable_reward
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) ->
         except Exception:
             logger.warning("sample=<%s> | the reward function raised", getattr(main, "index", None), exc_info=True)
         else:
-            if _value(args, reward, evaluation=is_evaluation(main)) is not None:
+            if usable_reward(args, reward, evaluation=is_evaluation(main)) is not None:
                 return reward
             logger.warning("reward=<%r> | a reward is not a finite number, or exceeds 1e18", reward)
         for sample in samples:
@@ -110,7 +110,7 @@ def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], l
     Raises:
         ValueError: A sample has no `group_index`.
     """
-    values = [_value(args, sample.reward) for sample in samples]
+    values = [usable_reward(args, sample.reward) for sample in samples]
     for sample, value in zip(samples, values, strict=True):
         if value is None:
             # slime zeroes the masks of removed samples after this function has run.
@@ -145,7 +145,7 @@ def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> bo
     """
     flat = list(chain.from_iterable(item if isinstance(item, list) else [item] for item in samples))
     kept = [sample for sample in flat if not sample.remove_sample]
-    rewards = [_value(args, main_sample(rollout).reward) for rollout in _grouped(kept, rollout_of)]
+    rewards = [usable_reward(args, main_sample(rollout).reward) for rollout in _grouped(kept, rollout_of)]
     known = [reward for reward in rewards if reward is not None]
     return len(known) > 1 and max(known) - min(known) > 1e-6
 
@@ -166,14 +166,3 @@ def _grouped(samples: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any
     for sample in samples:
         groups.setdefault(key(sample), []).append(sample)
     return list(groups.values())
-
-
-def _value(args: Any, reward: Any, *, evaluation: bool = False) -> float | None:
-    """Return a reward as a number; None if it is missing, not finite, or exceeds 1e18."""
-    if isinstance(reward, Mapping):
-        reward = reward.get(reward_key(args, evaluation=evaluation))
-    try:
-        value = float(reward)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return value if abs(value) <= LARGEST_REWARD else None

@@ -222,8 +222,9 @@ def make_generate(
     async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False) -> Any:
         """Generate one sample; see `make_generate`."""
         fan_out = settings.fan_out and not evaluation  # an evaluation counts samples, and an episode is one
+        unchanged = RolloutSamples([sample]) if fan_out else sample
         if sample.status.name in ("COMPLETED", "TRUNCATED"):
-            return RolloutSamples([sample]) if fan_out else sample
+            return unchanged
         if fan_out:
             lists, episodes = "does not accept lists of samples", "counts samples as episodes"
             for name, reason in (("partial_rollout", lists), ("group_rm", lists), ("log_passrate", episodes)):
@@ -244,7 +245,7 @@ def make_generate(
             # Nothing ran, so the sample keeps what it has: an earlier part, or nothing.
             sample.status = type(sample).Status.ABORTED
             sample.reward = None
-            return RolloutSamples([sample]) if fan_out else sample
+            return unchanged
         if not getattr(sample, "session_id", None):
             sample.session_id = str(uuid.uuid4())  # slime sets none for evaluations
         is_partial = bool(getattr(args, "partial_rollout", False)) and not (settings.episode or fan_out or evaluation)
@@ -253,8 +254,7 @@ def make_generate(
         system, asked = (None, None) if is_custom else messages_of(args, sample)
         episode = Rollout(settings, args, state, sample, sampling_params, evaluation, is_partial=is_partial)
         try:
-            reason, reward, facts = await episode.run(system, asked)
-            return episode.export(reason, reward, facts)
+            return episode.export(await episode.run(system, asked))
         finally:
             episode.clean_up()
 
@@ -363,7 +363,7 @@ class Rollout:
         agent: Agent, once it exists.
         end: Result or exception of the agent.
         limiter: Limiter of the agent.
-        previous: What the previous run saved; None if there is none.
+        previous: What the previous run saved; empty if there is none.
         trajectory: Trajectory of the episode.
     """
 
@@ -382,8 +382,8 @@ class Rollout:
     def __post_init__(self) -> None:
         """Load what the previous run saved."""
         self.limiter = self.settings.limiter()
-        self.previous = load_partial(self.sample) if self.is_partial else None
-        self.trajectory = Trajectory() if self.previous is None else self.previous.trajectory
+        self.previous = load_partial(self.sample) if self.is_partial else PartialRollout()
+        self.trajectory = self.previous.trajectory
         self._answered_before = self._answered()
 
     def _answered(self) -> int:
@@ -391,12 +391,12 @@ class Rollout:
 
     def elapsed_s(self) -> float:
         """Return the seconds that the episode has taken, over all runs."""
-        return time.monotonic() - self.began + (self.previous.elapsed_s if self.previous is not None else 0.0)
+        return time.monotonic() - self.began + self.previous.elapsed_s
 
     def non_generation_s(self) -> float:
         """Return the seconds not spent on generation, over all runs; each parallel request counts."""
         own = time.monotonic() - self.began - sum(turn.requests_s for turn in self.asked)
-        return max(own, 0.0) + (self.previous.non_generation_s if self.previous is not None else 0.0)
+        return max(own, 0.0) + self.previous.non_generation_s
 
     # --- requests ---
 
@@ -449,7 +449,7 @@ class Rollout:
 
     # --- run ---
 
-    async def run(self, system: str | None, asked: Any) -> tuple[TerminationReason, Any, Mapping[str, Any]]:
+    async def run(self, system: str | None, asked: Any) -> EpisodeEnd:
         """Run the episode; an exception is its end.
 
         Args:
@@ -457,7 +457,7 @@ class Rollout:
             asked: Messages of the sample's prompt; unused with `settings.prompt`.
 
         Returns:
-            The reason why it ended, its reward, and further metadata.
+            The reason why it ended, its reward in slime's form, and further metadata.
         """
         model = self._model()
         try:
@@ -465,18 +465,18 @@ class Rollout:
                 end = await awaited(self.settings.episode(model, self.sample))
                 if not isinstance(end, EpisodeEnd):
                     raise TypeError(f"episode= must return an EpisodeEnd, not {end!r:.80}")
-                reward = end.reward
-                if reward is not None and not isinstance(reward, Mapping):
-                    reward = as_reward(self.args, reward, evaluation=self.evaluation, category="scored")
-                return end.reason, reward, end.metadata
+                if end.reward is None or isinstance(end.reward, Mapping):
+                    return end
+                reward = as_reward(self.args, end.reward, evaluation=self.evaluation, category="scored")
+                return replace(end, reward=reward)
             self.end = await self._run_agent(model, system, asked)
         except Exception as error:
             self.end = error
         reason = self._reason()
         if self.settings.episode is not None:
-            return reason, None, {}
+            return EpisodeEnd(reason)
         self.trajectory.settle(list(self.agent.messages) if self.agent is not None else [])
-        return reason, await self._own_reward(reason), {}
+        return EpisodeEnd(reason, await self._own_reward(reason))
 
     async def _run_agent(self, model: SGLangModel, system: str | None, asked: Any) -> Any:
         settings = self.settings
@@ -496,7 +496,7 @@ class Rollout:
         if system is not None:
             own = agent.system_prompt
             agent.system_prompt = f"{own}\n\n{system}" if own else system
-        if self.previous is not None and self.previous.messages:
+        if self.previous.messages:
             asked = None  # the agent continues where the aborted one stopped
             agent.messages[:] = copy.deepcopy(self.previous.messages)
             for key, value in self.previous.state.items():
@@ -546,15 +546,9 @@ class Rollout:
 
     # --- samples ---
 
-    def export(self, reason: TerminationReason, reward: Any, facts: Mapping[str, Any]) -> Any:
-        """Return slime's sample, or a list of samples with `fan_out`.
-
-        Args:
-            reason: Reason why the episode ended.
-            reward: Reward; None leaves it to slime's function.
-            facts: Further metadata.
-        """
-        settings, sample = self.settings, self.sample
+    def export(self, end: EpisodeEnd) -> Any:
+        """Return slime's sample, or a list of samples with `fan_out`."""
+        settings, sample, reason = self.settings, self.sample, end.reason
         fan_out = settings.fan_out and not self.evaluation
         requeued = settings.requeue_aborted
         if requeued is None:  # slime's fully asynchronous rollout reruns aborted samples without an abort of its own
@@ -576,7 +570,7 @@ class Rollout:
             reason,
             tokenizer=self.state.tokenizer,
             args=self.args,
-            reward=reward,
+            reward=end.reward,
             fan_out=fan_out,
             abort_requested=requested,
             evaluation=self.evaluation,
@@ -588,7 +582,7 @@ class Rollout:
                 "tool_calls": self.limiter.tool_call_count,
                 "tool_parse_errors": sum(self.trajectory.tool_parse_errors.values()),
                 **({"error": _error_text(self.end)} if failed else {}),
-                **facts,
+                **end.metadata,
             },
         )
         if getattr(sample, PARTIAL_KEY, None) is not None:
@@ -599,7 +593,7 @@ class Rollout:
 
     def _off_policy_tokens(self) -> dict[int, int]:
         """Return the number of tokens per turn from earlier runs, if slime masks them."""
-        if self.previous is None or not getattr(self.args, "mask_offpolicy_in_partial_rollout", False):
+        if not getattr(self.args, "mask_offpolicy_in_partial_rollout", False):
             return {}
         resumed = {turn.index: turn.resumes for turn in self.trajectory.turns if turn.resumes is not None}
         return {**self.previous.old_tokens, **{index: cut.completion_tokens for index, cut in resumed.items()}}
@@ -654,13 +648,13 @@ class PartialRollout:
         old_tokens: Number of tokens that the earlier parts sampled, by `Turn.index`.
     """
 
-    trajectory: Trajectory
-    messages: list[Any]
-    state: dict[str, Any]
-    counts: dict[str, int]
-    elapsed_s: float
-    non_generation_s: float
-    old_tokens: dict[int, int]
+    trajectory: Trajectory = field(default_factory=Trajectory)
+    messages: Sequence[Any] = ()
+    state: Mapping[str, Any] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+    non_generation_s: float = 0.0
+    old_tokens: Mapping[int, int] = field(default_factory=dict)
 
 
 def save_partial(episode: Rollout) -> None:
@@ -693,11 +687,11 @@ def save_partial(episode: Rollout) -> None:
     setattr(sample, PARTIAL_KEY, saved)
 
 
-def load_partial(sample: Any) -> PartialRollout | None:
-    """Load an aborted episode from its sample, with its cut call ready to resume; None if there is none."""
+def load_partial(sample: Any) -> PartialRollout:
+    """Load an aborted episode from its sample, with its cut call ready to resume; an empty one if there is none."""
     saved = getattr(sample, PARTIAL_KEY, None)
     if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
-        return None
+        return PartialRollout()
     try:
         trajectory = Trajectory.from_bytes(base64.b64decode(saved["trajectory"]), name="a partial rollout")
         old_tokens = {turn.index: len(turn.output_ids) for turn in trajectory.turns}
@@ -716,7 +710,7 @@ def load_partial(sample: Any) -> PartialRollout | None:
         )
     except (KeyError, TypeError, ValueError) as error:
         logger.warning("sample=<%s> | starts again: its partial rollout cannot be read: %r", sample.index, error)
-        return None
+        return PartialRollout()
 
 
 generate = make_generate()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...credit import LARGEST_REWARD, row_of
+from ...credit import LARGEST_REWARD, as_number, row_of
 from ...exceptions import SGLangDecodingError
 from ...outcomes import OUTCOMES, Outcome, RewardRule, TerminationReason, outcome_of
 from ...protocol.generation import Generation
@@ -115,6 +115,14 @@ def as_reward(args: Any, value: float, *, evaluation: bool = False, category: st
     return {**({logged: category} if logged else {}), **dict.fromkeys(known, value)}
 
 
+def usable_reward(args: Any, reward: Any, *, evaluation: bool = False) -> float | None:
+    """Return a reward as a number; None if it is missing, not finite, or exceeds 1e18."""
+    if isinstance(reward, Mapping):
+        reward = reward.get(reward_key(args, evaluation=evaluation))
+    value = as_number(reward)
+    return value if abs(value) <= LARGEST_REWARD else None
+
+
 logger = logging.getLogger(__name__)
 
 METADATA_KEY = "strands_sglang"
@@ -130,13 +138,17 @@ _EVALUATION = "evaluation"
 
 def is_evaluation(sample: Any) -> bool:
     """Return whether a sample was made for an evaluation."""
-    return bool((sample.metadata or {}).get(METADATA_KEY, {}).get(_EVALUATION))
+    return bool(_facts(sample).get(_EVALUATION))
 
 
 def main_sample(samples: Sequence[Any]) -> Any:
     """Return the sample with the main conversation of a rollout."""
-    marked = (sample for sample in samples if (sample.metadata or {}).get(METADATA_KEY, {}).get("is_main"))
-    return next(marked, samples[-1])
+    return next((sample for sample in samples if _facts(sample).get("is_main")), samples[-1])
+
+
+def _facts(sample: Any) -> Mapping[str, Any]:
+    facts: Mapping[str, Any] = (sample.metadata or {}).get(METADATA_KEY, {})
+    return facts
 
 
 def rollout_of(sample: Any) -> Any:
@@ -233,7 +245,7 @@ def to_slime_samples(
         raise TypeError(f"the first argument must be a Trajectory, such as model.trajectory, not {trajectory!r:.80}")
     if not hasattr(type(sample), "Status") or not hasattr(sample, "tokens"):
         raise TypeError(f"the second argument must be slime's Sample, not {sample!r:.80}")
-    if reward is not None and not isinstance(reward, Mapping) and not _is_number(reward):
+    if reward is not None and not isinstance(reward, Mapping) and not hasattr(reward, "__float__"):
         raise TypeError(f"reward must be a number, a dictionary with reward_key, or None, not {reward!r:.80}")
     if isinstance(outcome, str) and not isinstance(outcome, TerminationReason):
         outcome = TerminationReason(outcome)
@@ -300,10 +312,6 @@ _warned: list[bool] = []
 """Not empty once the warning about further sequences was logged."""
 
 
-def _is_number(value: Any) -> bool:
-    return hasattr(value, "__float__") and not isinstance(value, str)
-
-
 # --- Verdicts, and the fields of samples ---
 
 
@@ -357,11 +365,9 @@ class _Export:
         return _Verdict(status, own, False)
 
     def _is_finite(self, reward: Any) -> bool:
-        if not isinstance(reward, Mapping):
-            return abs(float(reward)) <= LARGEST_REWARD
-        key = reward_key(self.args, evaluation=self.evaluation)
-        values = [reward.get(key)] if key else [value for value in reward.values() if isinstance(value, float)]
-        return all(value is not None and _is_number(value) and abs(float(value)) <= LARGEST_REWARD for value in values)
+        if not isinstance(reward, Mapping) or reward_key(self.args, evaluation=self.evaluation):
+            return usable_reward(self.args, reward, evaluation=self.evaluation) is not None
+        return all(abs(value) <= LARGEST_REWARD for value in reward.values() if isinstance(value, float))
 
     def fill(self, sample: Any, branch: _Branch | None, rows: Rows | None, verdict: _Verdict) -> None:
         images = branch.tokens.multimodal_train_inputs if branch is not None and branch.leaf.image_inputs() else None
