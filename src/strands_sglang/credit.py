@@ -168,10 +168,12 @@ class TrainingRow:
         return values.pop()
 
 
+@dataclass(eq=False, repr=False)
 class TrainingRows(Sequence[TrainingRow]):
-    """The rows of a batch, those of one episode together.
+    """The rows of a batch, those of one episode together; `training_rows` makes it.
 
     Attributes:
+        rows: The rows, which the object also holds itself, as a sequence.
         left_out: Why episodes are kept out of the update, by id.
         flat_groups: Groups in which no advantage differs from 0, so that they train nothing.
         advantages: Advantages by turn of every episode that is trained, by id and `Turn.index`.
@@ -181,25 +183,13 @@ class TrainingRows(Sequence[TrainingRow]):
             `turn_rewards` and `outcome`.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[TrainingRow],
-        left_out: Mapping[str, Reason],
-        flat_groups: Sequence[Hashable],
-        advantages: Mapping[str, Mapping[int, float]],
-        rewards: Mapping[str, float],
-        *,
-        settings: Mapping[str, Any] | None = None,
-        episodes: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """See the class; `training_rows` makes it."""
-        self._rows = list(rows)
-        self.left_out = dict(left_out)
-        self.flat_groups = list(flat_groups)
-        self.advantages = dict(advantages)
-        self.rewards = dict(rewards)
-        self.settings = dict(settings or {})
-        self.episodes = dict(episodes or {})
+    rows: Sequence[TrainingRow]
+    left_out: dict[str, Reason]
+    flat_groups: list[Hashable]
+    advantages: dict[str, Mapping[int, float]]
+    rewards: dict[str, float]
+    settings: dict[str, Any] = field(default_factory=dict)
+    episodes: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, batches: Iterable[TrainingRows]) -> TrainingRows:
@@ -213,9 +203,8 @@ class TrainingRows(Sequence[TrainingRow]):
         for name, count in names.items():
             if count > 1:
                 raise ValueError(f"{count} batches have an episode with the id {name!r}; each needs its own")
-        joined = cls([], {}, [], {}, {})
+        joined = cls([*chain.from_iterable(parts)], {}, [], {}, {})
         for part in parts:
-            joined._rows += part
             joined.left_out |= part.left_out
             joined.flat_groups += part.flat_groups
             joined.advantages |= part.advantages
@@ -227,15 +216,15 @@ class TrainingRows(Sequence[TrainingRow]):
 
     def __len__(self) -> int:
         """Number of rows."""
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         """Return the row at an index, or a list of rows for a slice."""
-        return self._rows[index]
+        return self.rows[index]
 
     def __iter__(self) -> Iterator[TrainingRow]:
         """Iterate over the rows in order."""
-        return iter(self._rows)
+        return iter(self.rows)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the rows to a safetensors file, atomically: a full disk or a kill leaves the previous content.
@@ -262,40 +251,40 @@ class TrainingRows(Sequence[TrainingRow]):
         import numpy as np
         from safetensors.numpy import save
 
-        for number, row in enumerate(self._rows):
+        for number, row in enumerate(self.rows):
             for name in _COLUMNS:
                 column = getattr(row, name)
                 if column is not None and len(column) != len(row):
                     raise ValueError(
                         f"row {number}, of episode {row.episode}, has {len(row)} tokens, but {len(column)} {name}"
                     )
-        groups = [*(row.group for row in self._rows), *(facts["group"] for facts in self.episodes.values())]
+        groups = [*(row.group for row in self.rows), *(facts["group"] for facts in self.episodes.values())]
         for group in (*groups, *self.flat_groups):
             _check_group(group)
-        used = dict.fromkeys(chain.from_iterable(row.versions for row in self._rows))
+        used = dict.fromkeys(chain.from_iterable(row.versions for row in self.rows))
         versions = [name for name in used if name is not None]
         numbers: dict[str | None, int] = {name: number for number, name in enumerate(versions)}
         numbers[None] = -1
         columns: dict[str, tuple[str, list[Sequence[Any]]]] = {
-            "token_ids": ("<i4", [row.token_ids for row in self._rows]),
-            "loss_mask": ("|u1", [row.loss_mask for row in self._rows]),
-            "logprobs": ("<f8", [row.logprobs for row in self._rows]),
-            "versions": ("<i4", [[numbers[name] for name in row.versions] for row in self._rows]),
-            "advantages": ("<f8", [row.advantages for row in self._rows]),
+            "token_ids": ("<i4", [row.token_ids for row in self.rows]),
+            "loss_mask": ("|u1", [row.loss_mask for row in self.rows]),
+            "logprobs": ("<f8", [row.logprobs for row in self.rows]),
+            "versions": ("<i4", [[numbers[name] for name in row.versions] for row in self.rows]),
+            "advantages": ("<f8", [row.advantages for row in self.rows]),
         }
-        known = [row.trainer_logprobs for row in self._rows if row.trainer_logprobs is not None]
+        known = [row.trainer_logprobs for row in self.rows if row.trainer_logprobs is not None]
         if known and len(known) == len(self):
             columns["trainer_logprobs"] = ("<f8", [*known])
         tensors: dict[str, Any] = {
             name: np.concatenate([np.zeros(0, kind), *(np.asarray(part, kind) for part in parts)])
             for name, (kind, parts) in columns.items()
         }
-        tensors["row_offsets"] = np.asarray([0, *accumulate(map(len, self._rows))], "<i8")
-        weights = [row.loss_weight for row in self._rows if row.loss_weight is not None]
+        tensors["row_offsets"] = np.asarray([0, *accumulate(map(len, self.rows))], "<i8")
+        weights = [row.loss_weight for row in self.rows if row.loss_weight is not None]
         if weights and len(weights) == len(self):
             tensors["loss_weights"] = np.asarray(weights, "<f8")
         description = {
-            "rows": [{name: getattr(row, name) for name in _ROW_FACTS} for row in self._rows],
+            "rows": [{name: getattr(row, name) for name in _ROW_FACTS} for row in self.rows],
             "versions": versions,
             "left_out": self.left_out,
             "flat_groups": self.flat_groups,
@@ -342,7 +331,7 @@ class TrainingRows(Sequence[TrainingRow]):
                     for name, own in description["advantages"].items()
                 },
                 description["rewards"],
-                settings=description.get("settings"),
+                settings=description.get("settings", {}),
                 episodes={
                     name: {
                         **facts,
@@ -403,7 +392,7 @@ class TrainingRows(Sequence[TrainingRow]):
         placed = sorted(chain.from_iterable(micro_batches or ()))
         if micro_batches is not None and placed != list(range(len(self))):
             raise ValueError(f"micro_batches must hold each of the {len(self)} rows once")
-        batch = Batch(self._rows, fillers, micro_batches, max_length, len(self.left_out))
+        batch = Batch(self.rows, fillers, micro_batches, max_length, len(self.left_out))
         wanted: dict[Normalizer, Callable[[TrainingRow], float]] = {
             "episode_mean": lambda row: 1 / (batch.episodes * row.episode_trained),
             "token_mean": lambda row: 1 / batch.trained,
@@ -411,7 +400,7 @@ class TrainingRows(Sequence[TrainingRow]):
         }
         if normalizer not in wanted:
             raise ValueError(f"normalizer {normalizer!r} is not one of {', '.join(wanted)}")
-        return [wanted[normalizer](row) / reduction(batch, index) for index, row in enumerate(self._rows)]
+        return [wanted[normalizer](row) / reduction(batch, index) for index, row in enumerate(self.rows)]
 
 
 _COLUMNS = ("loss_mask", "logprobs", "versions", "advantages", "trainer_logprobs")

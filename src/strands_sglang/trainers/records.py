@@ -66,11 +66,10 @@ def left_out_reason(episode: Episode, max_tokens: int | None) -> str | None:
 
 def newest_version(episodes: Iterable[Episode]) -> int:
     """Return the highest version of the weights that sampled a token, as a number; 0 if none is a number."""
-    newest = 0
-    for turn in chain.from_iterable(episode.trajectory.turns for episode in episodes):
-        spans = () if turn.generation is None else turn.generation.weight_versions
-        newest = max(newest, *(version_number(span.version) or 0 for span in spans), 0)
-    return newest
+    turns = chain.from_iterable(episode.trajectory.turns for episode in episodes)
+    generations = (turn.generation for turn in turns if turn.generation is not None)
+    spans = chain.from_iterable(generation.weight_versions for generation in generations)
+    return max((version_number(span.version) or 0 for span in spans), default=0)
 
 
 def refuse_images(rows: Iterable[TrainingRow], what: str) -> None:

@@ -27,7 +27,7 @@ from ..credit import (
     Batch,
     Episode,
     Reduction,
-    TrainingRow,
+    TrainingRows,
     as_number,
     per_batch,
     per_row,
@@ -369,15 +369,14 @@ def agent_loop_outputs(
     return outputs
 
 
-def _too_long(rows: Any, prompt_length: int | None, response_length: int | None) -> str | None:
+def _too_long(rows: TrainingRows, prompt_length: int | None, response_length: int | None) -> str | None:
     """Return which limit a row exceeds; None if all fit."""
-    row: TrainingRow
     for row in rows:
         first = row.loss_mask.index(1)
         for what, length, limit in (
             ("prompt", first, prompt_length),
             ("response", len(row) - first, response_length),
         ):
-            if length > (sys.maxsize if limit is None else limit):
+            if limit is not None and length > limit:
                 return f"a row's {what} has {length} tokens, and rollout.{what}_length is {limit}"
     return None
