@@ -158,7 +158,7 @@ class TrainingRow:
         Raises:
             ValueError: The turns of the row have different advantages.
         """
-        values = {value for value, mask in zip(self.advantages, self.loss_mask, strict=True) if mask}
+        values = set(compress(self.advantages, self.loss_mask))
         if len(values) > 1:
             raise ValueError(
                 f"the turns of episode {self.episode} have different advantages ({min(values):.3g} to "
@@ -261,10 +261,8 @@ class TrainingRows(Sequence[TrainingRow]):
         groups = [*(row.group for row in self.rows), *(facts["group"] for facts in self.episodes.values())]
         for group in (*groups, *self.flat_groups):
             _check_group(group)
-        used = dict.fromkeys(chain.from_iterable(row.versions for row in self.rows))
-        versions = [name for name in used if name is not None]
-        numbers: dict[str | None, int] = {name: number for number, name in enumerate(versions)}
-        numbers[None] = -1
+        used = dict.fromkeys(chain([None], *(row.versions for row in self.rows)))
+        numbers = {name: number for number, name in enumerate(used, -1)}
         columns: dict[str, tuple[str, list[Sequence[Any]]]] = {
             "token_ids": ("<i4", [row.token_ids for row in self.rows]),
             "loss_mask": ("|u1", [row.loss_mask for row in self.rows]),
@@ -276,8 +274,7 @@ class TrainingRows(Sequence[TrainingRow]):
         if known and len(known) == len(self):
             columns["trainer_logprobs"] = ("<f8", [*known])
         tensors: dict[str, Any] = {
-            name: np.concatenate([np.zeros(0, kind), *(np.asarray(part, kind) for part in parts)])
-            for name, (kind, parts) in columns.items()
+            name: np.fromiter(chain.from_iterable(parts), kind) for name, (kind, parts) in columns.items()
         }
         tensors["row_offsets"] = np.asarray([0, *accumulate(map(len, self.rows))], "<i8")
         weights = [row.loss_weight for row in self.rows if row.loss_weight is not None]
@@ -285,7 +282,7 @@ class TrainingRows(Sequence[TrainingRow]):
             tensors["loss_weights"] = np.asarray(weights, "<f8")
         description = {
             "rows": [{name: getattr(row, name) for name in _ROW_FACTS} for row in self.rows],
-            "versions": versions,
+            "versions": [*used][1:],
             "left_out": self.left_out,
             "flat_groups": self.flat_groups,
             "rewards": self.rewards,
@@ -715,9 +712,8 @@ def training_rows(
 def _check_trajectories(episodes: Iterable[Episode]) -> None:
     owners: dict[int, str] = {}
     for episode in episodes:
-        owner = owners.get(id(episode.trajectory))
-        owners[id(episode.trajectory)] = episode.id
-        if owner is not None:
+        owner = owners.setdefault(id(episode.trajectory), episode.id)
+        if owner != episode.id:
             raise ValueError(
                 f"episodes {owner!r} and {episode.id!r} have one trajectory, so each of its tokens would be trained "
                 "twice: run each episode in `with model.episode()`, or call `model.reset()` before it"

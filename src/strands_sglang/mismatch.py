@@ -114,10 +114,10 @@ def under_sampling_mask(row: TrainingRow) -> TrainingRow:
         ValueError: A trained token has no sampling mask. Rows that are read from a file have none.
     """
     pairs = list(zip(row.tokens.sampling_logprobs, row.loss_mask, strict=True))
-    logprobs = [logprob for logprob, mask in pairs if logprob is not None or not mask]
-    if len(logprobs) < len(pairs):
+    missing = sum(logprob is None and mask for logprob, mask in pairs)
+    if missing:
         raise ValueError(
-            f"{len(pairs) - len(logprobs)} of {row.trained} trained tokens of episode {row.episode} have no sampling "
+            f"{missing} of {row.trained} trained tokens of episode {row.episode} have no sampling "
             'mask: set request_fields={"return_sampling_mask": True}, and take rows of the trajectory, not of a file'
         )
     return replace(row, logprobs=[(logprob or 0.0) if mask else 0.0 for logprob, mask in pairs])
@@ -162,8 +162,8 @@ def masked_logprobs(
     rows: list[Sequence[int]] = []
     if mask is not None:
         rows = list(mask.rows() if isinstance(mask, SamplingMask) else mask)
-    if mask is not None and len(rows) != len(token_ids):
-        raise ValueError(f"{len(token_ids)} tokens came with {len(rows)} rows of a sampling mask")
+        if len(rows) != len(token_ids):
+            raise ValueError(f"{len(token_ids)} tokens came with {len(rows)} rows of a sampling mask")
     for position, (token_id, row) in enumerate(zip(token_ids.tolist(), rows, strict=False)):
         if row and token_id not in row:
             raise ValueError(f"token {token_id} at position {position} is not in its own sampling mask")

@@ -92,7 +92,13 @@ def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None, ma
             version = None
             if metadata is not None and metadata.global_step is not None:
                 version = max(0, metadata.global_step - 1)  # step 1 samples with the first weights
-                _check_served(newest_version(episodes), version, max_staleness or 0)
+                served = newest_version(episodes)
+                if served < version - (max_staleness or 0):
+                    raise ValueError(
+                        f"the server sampled with weights of version {served}, but SkyRL has made {version} updates: "
+                        "it pushes no weights to SGLang. Push them after each step, under "
+                        f"weight_version={str(version)!r} now; see docs/guides/skyrl.md"
+                    )
             return generator_output(
                 episodes,
                 input_batch["trajectory_ids"],
@@ -103,15 +109,6 @@ def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None, ma
             )
 
     return StrandsGenerator()
-
-
-def _check_served(served: int, version: int, max_staleness: int) -> None:
-    if served < version - max_staleness:
-        raise ValueError(
-            f"the server sampled with weights of version {served}, but SkyRL has made {version} updates: it pushes no "
-            f"weights to SGLang. Push them after each step, under weight_version={str(version)!r} now; see "
-            "docs/guides/skyrl.md"
-        )
 
 
 def generator_output(
@@ -190,12 +187,12 @@ def evaluation_output(
     for name, reward in rows.rewards.items():
         if int(name) not in known:
             outputs.append((int(name), {**_FILLER, "rewards": [reward]}))
-    for number in sorted({*range(len(episodes))} - {number for number, _ in outputs}):
+    dropped = sorted({*range(len(episodes))} - {number for number, _ in outputs})
+    for number in dropped:
         logger.warning("trajectory_id=<%s> | dropped from the evaluation: it has no reward", trajectory_ids[number])
     if not outputs:
         raise ValueError("no episode of this batch of the evaluation has a reward; the log says why")
-    metrics = {"episodes_dropped": float(len(episodes) - len({number for number, _ in outputs}))}
-    return _output(outputs, trajectory_ids, metrics, seconds)
+    return _output(outputs, trajectory_ids, {"episodes_dropped": float(len(dropped))}, seconds)
 
 
 def _output(

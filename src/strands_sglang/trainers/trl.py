@@ -272,7 +272,6 @@ class AsyncGRPORollouts:
         self._max_staleness, self._credit = max_staleness, credit
         self._on_group, self._on_taken = on_group, on_taken
         self._numbers = itertools.count()
-        self._unfinished: list[Any] = []
         self._taken_in_step = 0
         self._counting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -361,7 +360,7 @@ class AsyncGRPORollouts:
             while not stopped.is_set() and (prompts_left or groups):
                 while prompts_left and self._has_room(len(groups)):
                     try:
-                        prompt = self._unfinished.pop(0) if self._unfinished else next(self._prompts)
+                        prompt = next(self._prompts)
                     except StopIteration:
                         prompts_left = False
                         break
@@ -377,7 +376,8 @@ class AsyncGRPORollouts:
             for task in groups:
                 task.cancel()
             await asyncio.gather(*groups, return_exceptions=True)
-            self._unfinished += [prompt for task, prompt in groups.items() if task.cancelled() or task.exception()]
+            unfinished = [prompt for task, prompt in groups.items() if task.cancelled() or task.exception()]
+            self._prompts = itertools.chain(unfinished, self._prompts)
 
     def _has_room(self, groups: int) -> bool:
         """Whether another prompt may start while so many groups are in flight."""
@@ -576,8 +576,8 @@ class GRPORollouts:
         size = arguments.num_generations
         groups = asyncio.run(self._run_groups(prompts[::size]))
         rows = TrainingRows.joined(groups)
-        if any(len(group) >= size for group in groups):
-            most = max(map(len, groups))
+        most = max(map(len, groups), default=0)
+        if most >= size:
             raise ValueError(
                 f"{self._group_size} episodes made {most} rows, but num_generations={size} has room for {size - 1} and "
                 f"a filler: set num_generations to at least {most + 1}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -191,27 +190,20 @@ def _episode(record: Mapping[str, Any], trace: Mapping[str, Any]) -> Episode:
     )
 
 
-@dataclass
-class _NodePlace:
-    """Where a node ends: a turn, and the tokens after it that no call has had in its prompt yet."""
-
-    turn: Turn | None = None
-    pending: list[int] = field(default_factory=list)
-
-
 def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
     """Return the turns of a trace: one for each node that a model call produced."""
     nodes = trace["nodes"]
     kept = set(_kept_nodes(nodes))
     finish = {call.get("node"): call.get("finish_reason") for call in trace.get("calls") or ()}
-    places: list[_NodePlace] = []
+    # Where each node ends: a turn, and the tokens after it that no call has had in its prompt yet.
+    places: list[tuple[Turn | None, list[int]]] = []
     turns: list[Turn] = []
     for number, node in enumerate(nodes):
         name, ids, mask = f"node {number}", node.get("token_ids") or [], node.get("mask") or []
         parent = node.get("parent")
         if parent is not None and not 0 <= parent < number:
             raise ValueError(f"{name}: its parent {parent} is not an earlier node")
-        before = _NodePlace() if parent is None else places[parent]
+        before, pending = (None, []) if parent is None else places[parent]
         if len(mask) != len(ids):
             raise ValueError(f"{name}: {len(ids)} tokens with {len(mask)} masks")
         if any(one not in (0, 1) for one in mask):
@@ -220,21 +212,21 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
             if any(mask):
                 message = f"{name}: token {mask.index(True)} is trained, but the model did not sample it"
                 raise RecordError(message, "mask-not-sampled")
-            places.append(_NodePlace(before.turn, [*before.pending, *ids]))
+            places.append((before, [*pending, *ids]))
             continue
         if not ids:  # verifiers records calls without tokens, too
-            places.append(before)
+            places.append((before, pending))
             continue
         # The prompt of a generation is on its node, and perhaps what the template writes after it.
         first = mask.index(True) if any(mask) else 0
         last = len(mask) - mask[::-1].index(True) if any(mask) else len(mask)
-        known = iter(node.get("logprobs") or ())
-        if sum(mask) != len(node.get("logprobs") or ()):
-            message = f"{name}: {sum(mask)} trained tokens with {len(node.get('logprobs') or ())} logprobs"
-            raise RecordError(message, "logprobs")
+        logprobs = node.get("logprobs") or ()
+        if sum(mask) != len(logprobs):
+            raise RecordError(f"{name}: {sum(mask)} trained tokens with {len(logprobs)} logprobs", "logprobs")
+        known = iter(logprobs)
         call = RecordedCall(
             name=name,
-            prompt_ids=[*before.pending, *ids[:first]],
+            prompt_ids=[*pending, *ids[:first]],
             output_ids=ids[first:last],
             mask=mask[first:last],
             logprobs=[next(known) if is_trained else math.nan for is_trained in mask[first:last]],
@@ -245,11 +237,11 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
             agent=(info.get("agents") or {}).get(str(number)),
             discarded=number not in kept,
         )
-        if before.turn is None:
+        if before is None:
             own = add_call(turns, call, None, Reason("opens"))
         else:
-            own = add_call(turns, call, (before.turn, None), Reason("continues", detail=(f"node {parent}",)))
-        places.append(_NodePlace(own[-1], list(ids[last:])))
+            own = add_call(turns, call, (before, None), Reason("continues", detail=(f"node {parent}",)))
+        places.append((own[-1], list(ids[last:])))
     return turns
 
 

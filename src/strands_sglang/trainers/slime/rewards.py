@@ -121,11 +121,10 @@ def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], l
         return raw, [0.0 if sample.remove_sample else value for sample, value in zip(samples, raw, strict=True)]
     is_grpo = getattr(args, "advantage_estimator", "grpo") in ("grpo", "gspo", "cispo")
     scaled = is_grpo and getattr(args, "grpo_std_normalization", True)
-    own = {id(sample): value for sample, value in zip(samples, raw, strict=True)}
     trained = {id(sample): 0.0 for sample in samples}
     for group in _grouped(samples, _prompt_of):
         rollouts = _grouped((sample for sample in group if not sample.remove_sample), rollout_of)
-        rewards = [own[id(main_sample(rollout))] for rollout in rollouts]
+        rewards = [usable_reward(args, main_sample(rollout).reward) or 0.0 for rollout in rollouts]
         advantages = group_advantages(rewards, normalize_std=scaled) if len(rewards) > 1 else [0.0] * len(rewards)
         for rollout, advantage in zip(rollouts, advantages, strict=True):
             trained.update((id(sample), advantage) for sample in rollout)

@@ -17,7 +17,7 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, compress, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...credit import LARGEST_REWARD, as_number, row_of
@@ -479,9 +479,11 @@ def rows_of(
     """
     row = row_of(leaf, sequence)
     spans: list[SampledSpan] = []
+    stop = 0
     for turn, part in zip(leaf.path(), row.spans, strict=True):
-        begins = (spans[-1].stop if spans else 0) + part.prompt_tokens
-        spans.append(SampledSpan(turn, begins, begins + part.sampled_tokens))
+        begins = stop + part.prompt_tokens
+        stop = begins + part.sampled_tokens
+        spans.append(SampledSpan(turn, begins, stop))
     start, mask = spans[0].start, row.loss_mask
     problems: list[str] = []
     for span in spans:
@@ -496,8 +498,8 @@ def rows_of(
                 f"call {span.turn.index} has no logprobs, but slime trains on them: leave return_logprob of "
                 "SGLangModel at True, its default"
             )
-        places = range(span.start, span.stop)
-        unknown = [place for place in places if mask[place] and not math.isfinite(row.logprobs[place])]
+        trained = compress(range(span.start, span.stop), mask[span.start : span.stop])
+        unknown = [place for place in trained if not math.isfinite(row.logprobs[place])]
         for place in unknown:
             mask[place] = 0
         if unknown:
