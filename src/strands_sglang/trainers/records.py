@@ -235,7 +235,7 @@ def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | Non
     if parent is None and not len(call.prompt_ids):
         raise ValueError(f"{call.name}: it opens a sequence, but has no prompt token")
     prompt_ids = array("i", call.prompt_ids)
-    own = []
+    before = len(turns)
     for start, stop, is_trained in _runs(call.mask):
         spans = clip_spans(call.versions, start, stop)
         turn = Turn(
@@ -262,10 +262,9 @@ def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | Non
         if parent is not None and parent.status is TurnStatus.FINAL:
             parent.status = TurnStatus.COMMITTED
         turns.append(turn)
-        own.append(turn)
         parent, kept, prompt_ids = turn, None, array("i")
         why = Reason("continues", detail=(f"{call.name} where its mask changes",))
-    return own
+    return turns[before:]
 
 
 def place_in(own: Sequence[Turn], kept: int | None) -> tuple[Turn, int | None]:

@@ -643,11 +643,8 @@ class GRPORollouts:
             raise ValueError("loss_type='bnpo' weights a token by its micro-batch; use 'dapo', or one micro-batch")
 
     async def _run_groups(self, prompts: Sequence[Any]) -> list[TrainingRows]:
-        groups = await asyncio.gather(
-            *(
-                _run_episodes(self._run_episode, prompt, number, self._group_size)
-                for number, prompt in enumerate(prompts)
-            )
+        groups = await run_together(
+            _run_episodes(self._run_episode, prompt, number, self._group_size) for number, prompt in enumerate(prompts)
         )
         credit = self._credit
         if credit.get("max_staleness") is not None:

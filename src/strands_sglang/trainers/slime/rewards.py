@@ -66,11 +66,9 @@ def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) ->
         if not isinstance(samples, list):
             return await score_rollout(args, [samples], **kwargs)
         rollouts = _grouped(samples, rollout_of)
-        scored = await asyncio.gather(*(score_rollout(args, rollout, **kwargs) for rollout in rollouts))
-        rewards: dict[int, Any] = {}
-        for rollout, one in zip(rollouts, scored, strict=True):
-            rewards.update((id(sample), one) for sample in rollout)
-        return [rewards[id(sample)] for sample in samples]
+        scored = await asyncio.gather(*(score_rollout(args, rollout, **kwargs) for rollout in rollouts.values()))
+        rewards = dict(zip(rollouts, scored, strict=True))
+        return [rewards[rollout_of(sample)] for sample in samples]
 
     return reward
 
@@ -110,25 +108,26 @@ def grpo_rewards_by_group(args: Any, samples: list[Any]) -> tuple[list[float], l
     Raises:
         ValueError: A sample has no `group_index`.
     """
-    values = [usable_reward(args, sample.reward) for sample in samples]
-    for sample, value in zip(samples, values, strict=True):
+    raw = []
+    for sample in samples:
+        value = usable_reward(args, sample.reward)
         if value is None:
             # slime zeroes the masks of removed samples after this function has run.
             logger.warning("reward=<%r> | a sample has no usable reward and is removed", sample.reward)
             sample.remove_sample = True
-    raw = [0.0 if value is None else value for value in values]
+        raw.append(value or 0.0)
     if not normalizes_by_group(args):
         return raw, [0.0 if sample.remove_sample else value for sample, value in zip(samples, raw, strict=True)]
     is_grpo = getattr(args, "advantage_estimator", "grpo") in ("grpo", "gspo", "cispo")
     scaled = is_grpo and getattr(args, "grpo_std_normalization", True)
-    trained = {id(sample): 0.0 for sample in samples}
-    for group in _grouped(samples, _prompt_of):
-        rollouts = _grouped((sample for sample in group if not sample.remove_sample), rollout_of)
+    trained: dict[int, float] = {}
+    for group in _grouped(samples, _prompt_of).values():
+        rollouts = _grouped((sample for sample in group if not sample.remove_sample), rollout_of).values()
         rewards = [usable_reward(args, main_sample(rollout).reward) or 0.0 for rollout in rollouts]
         advantages = group_advantages(rewards, normalize_std=scaled) if len(rewards) > 1 else [0.0] * len(rewards)
         for rollout, advantage in zip(rollouts, advantages, strict=True):
             trained.update((id(sample), advantage) for sample in rollout)
-    return raw, [trained[id(sample)] for sample in samples]
+    return raw, [trained.get(id(sample), 0.0) for sample in samples]
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> bool:
@@ -144,7 +143,7 @@ def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> bo
     """
     flat = list(chain.from_iterable(item if isinstance(item, list) else [item] for item in samples))
     kept = [sample for sample in flat if not sample.remove_sample]
-    rewards = [usable_reward(args, main_sample(rollout).reward) for rollout in _grouped(kept, rollout_of)]
+    rewards = [usable_reward(args, main_sample(rollout).reward) for rollout in _grouped(kept, rollout_of).values()]
     known = [reward for reward in rewards if reward is not None]
     return len(known) > 1 and max(known) - min(known) > 1e-6
 
@@ -160,8 +159,8 @@ async def awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _grouped(samples: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+def _grouped(samples: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
     groups: dict[Any, list[Any]] = {}
     for sample in samples:
         groups.setdefault(key(sample), []).append(sample)
-    return list(groups.values())
+    return groups

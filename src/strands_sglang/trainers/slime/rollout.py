@@ -595,8 +595,9 @@ class Rollout:
         """Return the number of tokens per turn from earlier runs, if slime masks them."""
         if not getattr(self.args, "mask_offpolicy_in_partial_rollout", False):
             return {}
-        resumed = {turn.index: turn.resumes for turn in self.trajectory.turns if turn.resumes is not None}
-        return {**self.previous.old_tokens, **{index: cut.completion_tokens for index, cut in resumed.items()}}
+        turns = self.trajectory.turns
+        resumed = {turn.index: turn.resumes.completion_tokens for turn in turns if turn.resumes is not None}
+        return {**self.previous.old_tokens, **resumed}
 
     def clean_up(self) -> None:
         """Release the agent's resources."""
@@ -679,7 +680,7 @@ def save_partial(episode: Rollout) -> None:
         "version": _VERSION,
         "trajectory": base64.b64encode(content).decode("ascii"),
         "messages": copy.deepcopy(messages),
-        "state": copy.deepcopy(state),
+        "state": state,
         "counts": {name: getattr(episode.limiter, name) for name in _COUNTS},
         "elapsed_s": episode.elapsed_s(),
         "non_generation_s": episode.non_generation_s(),
