@@ -679,6 +679,7 @@ def training_rows(
             if skip_flat_groups:
                 left_out.update((member.id, Reason("flat_group")) for member in members)
     rows: list[TrainingRow] = []
+    owners: dict[int, str] = {}
     for episode in batch:
         if episode.id in left_out:
             continue
@@ -686,15 +687,19 @@ def training_rows(
         reason = _unfit(own_rows, max_tokens, version, max_staleness)
         if reason is not None:
             left_out[episode.id] = reason
-        else:
-            rows.extend(own_rows)
-    trained = {row.episode for row in rows}
-    _check_trajectories(episode for episode in batch if episode.id in trained)
+            continue
+        rows.extend(own_rows)
+        owner = owners.setdefault(id(episode.trajectory), episode.id)
+        if owner != episode.id:
+            raise ValueError(
+                f"episodes {owner!r} and {episode.id!r} have one trajectory, so each of its tokens would be trained "
+                "twice: run each episode in `with model.episode()`, or call `model.reset()` before it"
+            )
     return TrainingRows(
         rows,
         left_out,
         flat,
-        {name: own for name, own in advantages.items() if name in trained},
+        {name: own for name, own in advantages.items() if name not in left_out},
         {episode.id: math.fsum(_rewards(episode)) for episode in batch if episode.id in returns},
         settings=settings,
         episodes={
@@ -707,17 +712,6 @@ def training_rows(
             for episode in batch
         },
     )
-
-
-def _check_trajectories(episodes: Iterable[Episode]) -> None:
-    owners: dict[int, str] = {}
-    for episode in episodes:
-        owner = owners.setdefault(id(episode.trajectory), episode.id)
-        if owner != episode.id:
-            raise ValueError(
-                f"episodes {owner!r} and {episode.id!r} have one trajectory, so each of its tokens would be trained "
-                "twice: run each episode in `with model.episode()`, or call `model.reset()` before it"
-            )
 
 
 def _turns(sequences: Iterable[tuple[Turn, TokenManager]]) -> list[Turn]:

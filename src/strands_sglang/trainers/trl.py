@@ -480,15 +480,12 @@ class _RowBuffer(queue.Queue[Any]):
                 return sample
 
 
-_CHECKED = frozenset(
+_KNOWN = frozenset(
+    # What the adapter checks, or reckons with.
     ("scale_rewards", "num_iterations", "num_generations", "num_generations_eval", "steps_per_generation", "beta")
     + ("mask_truncated_completions", "loss_type", "max_completion_length", "generation_batch_size")
-)
-"""Settings of `GRPOConfig` that the adapter checks or reckons with."""
-
-_ANY_VALUE = frozenset(
     # How a ratio is clipped, the temperature of the rollouts, and the reference of `beta`.
-    ("epsilon", "epsilon_high", "delta", "temperature", "sync_ref_model", "ref_model_mixup_alpha")
+    + ("epsilon", "epsilon_high", "delta", "temperature", "sync_ref_model", "ref_model_mixup_alpha")
     + ("ref_model_sync_steps", "model_init_kwargs", "trust_remote_code", "disable_dropout", "shuffle_dataset")
     + ("remove_unused_columns", "pad_to_multiple_of", "cast_lm_head_to_fp32")
     # A loss of its own, of models with experts.
@@ -497,17 +494,10 @@ _ANY_VALUE = frozenset(
     + ("log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts")
     + ("log_completions_hub_repo",)
 )
-"""Settings of `GRPOConfig` that leave the weights of rows and tokens as they are."""
+"""Settings of `GRPOConfig` that are checked, or leave the weights of rows and tokens as they are."""
 
 _HARMLESS = {"reward_weights": [1.0]}
 """Values other than the default that change nothing."""
-
-
-def _trainers_settings() -> frozenset[str]:
-    """Return the settings that may have any value: those above, and those of every trainer of Transformers."""
-    from transformers import TrainingArguments
-
-    return _CHECKED | _ANY_VALUE | {field.name for field in fields(TrainingArguments)}
 
 
 class GRPORollouts:
@@ -615,6 +605,8 @@ class GRPORollouts:
         return {name: [row[place] for row in trained] for place, name in enumerate(names)}
 
     def _check(self, arguments: Any, processes: int) -> None:
+        from transformers import TrainingArguments
+
         if processes > 1:
             raise ValueError(
                 f"{processes} processes would each weight only their own rows: use one process, or AsyncGRPOTrainer"
@@ -634,9 +626,10 @@ class GRPORollouts:
                 "beta weights all tokens equally, but this loss weights rows: set beta=0.0, or loss_type='dapo' with "
                 "normalizer='token_mean'"
             )
+        known = _KNOWN.union(field.name for field in fields(TrainingArguments))
         for field in fields(arguments):
             value = getattr(arguments, field.name)
-            if field.name in _trainers_settings() or value in (field.default, _HARMLESS.get(field.name, field.default)):
+            if field.name in known or value in (field.default, _HARMLESS.get(field.name, field.default)):
                 continue
             raise ValueError(f"leave {field.name}={value!r} out of GRPOConfig: it may change the loss")
         if arguments.loss_type == "bnpo" and arguments.gradient_accumulation_steps > 1:

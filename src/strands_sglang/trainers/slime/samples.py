@@ -397,7 +397,11 @@ class _Export:
         sample.multimodal_train_inputs = images
         sample.rollout_routed_experts = rows.experts
         if replay.experts is not None and rows.experts is None:
-            sample.rollout_routed_experts = placeholder_experts(len(rows.token_ids), *replay.experts)
+            import torch
+
+            layers, top_k = replay.experts
+            distinct = torch.arange(top_k, dtype=torch.int32)  # slime rejects layers of zeros
+            sample.rollout_routed_experts = distinct.repeat(len(rows.token_ids) - 1, layers, 1)
         sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets = top_p or (None, None)
         for name in _FILLED_LATER:
             if hasattr(sample, name):
@@ -620,10 +624,3 @@ def expert_rows(leaf: Turn, layers: int, top_k: int) -> torch.Tensor | None:
     if have < needed or not parts:
         return None
     return torch.cat(parts)[:needed]
-
-
-def placeholder_experts(token_count: int, layers: int, top_k: int) -> torch.Tensor:
-    """Return rows for a sample that is not trained: distinct experts per token, since slime rejects layers of zeros."""
-    import torch
-
-    return torch.arange(top_k, dtype=torch.int32).repeat(token_count - 1, layers, 1)
