@@ -88,6 +88,14 @@ def make_agent(model, tools=None, **kwargs):
     return Agent(model=model, tools=tools or [], **{**defaults, **kwargs})
 
 
+async def ask(agent, *questions):
+    """Ask an agent one question after the other; a number stands for that many numbered ones."""
+    if isinstance(questions[0], int):
+        questions = [f"Question-{i}?" for i in range(questions[0])]
+    for question in questions:
+        await agent.invoke_async(question)
+
+
 class EveryAnswerCallsATool(ToolParser):
     """Parses the first answers as tool calls, so that a model that cannot call tools drives a tool loop."""
 

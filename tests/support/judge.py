@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import count, product
 
 from strands_sglang.tool_parsers import ToolParseResult
+from support.agents import make_agent, response_masks, statuses
 
 _BLANK = "[blank text]"
 EXPORTS = tuple(product((False, True), repeat=2))
@@ -212,6 +213,29 @@ class Judge:
         trained = [[token.token_id for token in sequence.tokens if token.loss_mask] for sequence in sequences]
         return "|".join(map(self.server.tokenizer.decode, trained))
 
+    # --- shorthands ---
+
+    @property
+    def trajectory(self):
+        return self.model.trajectory
+
+    def agent(self, tools=None, **kwargs):
+        """Return an agent on the model; the arguments are those of `make_agent`."""
+        return make_agent(self.model, tools, **kwargs)
+
+    def prompt(self, index):
+        """Return the text of a request's prompt."""
+        return self.server.requests[index].text
+
+    def masks(self):
+        return response_masks(self.trajectory)
+
+    def statuses(self):
+        return statuses(self.trajectory)
+
+    def settle(self, agent):
+        self.trajectory.settle(agent.messages)
+
     # --- the verdict ---
 
     def check(
@@ -222,6 +246,7 @@ class Judge:
         constrained=(),
         exports=EXPORTS,
         provable=lambda earlier, answer: True,
+        masks=None,
     ):
         """Require that every prompt holds its whole conversation, and that the record matches the server's log.
 
@@ -232,6 +257,7 @@ class Judge:
             constrained: Requests whose tokens a grammar constrained.
             exports: Exports to check, as pairs: with discarded answers, with auxiliary ones.
             provable: Whether the chat template determines the text between an earlier answer and one that continues it.
+            masks: The loss mask of each sampled segment of the model's trajectory, by sequence; None for any.
 
         Returns:
             The answers, each with the one that it extends.
@@ -256,6 +282,8 @@ class Judge:
                 exported = trajectory.sequences(discarded=shows_discarded, auxiliary=shows_auxiliary)
                 hidden = {*(() if shows_discarded else discarded), *(() if shows_auxiliary else auxiliary)}
                 _check_exported(exported, recorded, hidden | set(constrained))
+        if masks is not None:
+            require_equal(self.masks(), masks, "the sampled tokens are trained in these sequences")
         return answers
 
     def _check_record(self, trajectories, answers):

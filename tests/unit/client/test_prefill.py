@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from strands_sglang import SGLangClient, SGLangConnectionError, SGLangDeadlineError, SGLangHTTPError, SGLangModel
 from strands_sglang.client import prefill
 from strands_sglang.testing import ScriptedFault, ScriptedSGLang
+from support.agents import user
 
 LONG = 600  # tokens, more than the library compares at once
 GROUP = 8
@@ -38,7 +39,7 @@ async def answer(request):
 async def ask(client, tokenizer, question, **config):
     """Make one call with a model of its own; return the model."""
     model = SGLangModel(tokenizer=tokenizer, client=client, **config)
-    async for _ in model.stream([{"role": "user", "content": [{"text": question}]}]):
+    async for _ in model.stream([user(question)]):
         pass
     return model
 
@@ -291,7 +292,7 @@ async def test_a_trainer_that_has_stopped_sends_nothing(chatml_tokenizer):
         model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
         model.on_request = refuse_all
         with pytest.raises(RuntimeError):
-            async for _ in model.stream([{"role": "user", "content": [{"text": text("question")}]}]):
+            async for _ in model.stream([user(text("question"))]):
                 pass
         assert len(server.requests) == before
 
@@ -312,7 +313,7 @@ async def test_a_trainer_that_stops_prevents_calls_that_wait(chatml_tokenizer):
     async def call(client):
         model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
         model.on_request = on_request
-        async for _ in model.stream([{"role": "user", "content": [{"text": text("question")}]}]):
+        async for _ in model.stream([user(text("question"))]):
             pass
 
     server = ScriptedSGLang(chatml_tokenizer, answer)

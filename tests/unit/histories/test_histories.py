@@ -22,7 +22,7 @@ from strands.hooks import (
     BeforeToolsEvent,
     MessageAddedEvent,
 )
-from strands.interventions import Deny, Guide, InterventionHandler, Proceed, Transform
+from strands.interventions import Deny, Guide, InterventionHandler, Proceed
 from strands.models.model import Model
 from strands.multiagent import GraphBuilder, Swarm
 from strands.session import FileSessionManager
@@ -45,6 +45,8 @@ from strands_sglang import (
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
 from strands_sglang.trainers.slime import to_slime_samples
 from support.agents import (
+    ask,
+    assistant,
     call,
     make_agent,
     make_tools,
@@ -54,8 +56,11 @@ from support.agents import (
     raise_once,
     response_masks,
     statuses,
+    user,
 )
 from support.slime import Sample, slime_args
+
+TOOLS = make_tools()[0]
 
 # === what Strands' context and conversation managers, memory aside, do to a history, and the tokens that they count ===
 
@@ -77,12 +82,11 @@ def read(page: str) -> str:
 # Row 4
 async def test_a_result_shortened_before_it_is_seen_continues(judged):
     judge = judged([call("read", page="Page-1"), call("read", page="Page-2"), "Both read."], context_window_limit=30000)
-    agent = make_agent(judge.model, [read], conversation_manager=None, context_manager="auto")
+    agent = judge.agent([read], conversation_manager=None, context_manager="auto")
     await agent.invoke_async("Read two pages.")
-    assert "Page-1 begins." in judge.server.requests[-1].text
-    assert "Halfway" not in judge.server.requests[-1].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1, 1]]
+    assert "Page-1 begins." in judge.prompt(-1)
+    assert "Halfway" not in judge.prompt(-1)
+    judge.check(masks=[[1, 1, 1]])
 
 
 # Row 4
@@ -96,13 +100,12 @@ async def test_offloaded_results_and_their_retrieval_are_one_sequence(judged):
     judge = judged(answer)
     storage = InMemoryStorage()
     plugin = ContextOffloader(storage=storage, max_result_tokens=200, preview_tokens=50)
-    agent = make_agent(judge.model, [read], plugins=[plugin])
+    agent = judge.agent([read], plugins=[plugin])
     await agent.invoke_async("Read a page.")
-    assert "Page-1 begins." in judge.server.requests[-1].text
-    assert "Halfway" not in judge.server.requests[-1].text
+    assert "Page-1 begins." in judge.prompt(-1)
+    assert "Halfway" not in judge.prompt(-1)
     await agent.invoke_async("And now?")
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1, 1]]
+    judge.check(masks=[[1, 1, 1]])
 
 
 # Row 4
@@ -112,12 +115,10 @@ async def test_results_dropped_later_open_a_sequence_with_the_marker(judged):
 
     judge = judged([*(call(expression=f"{i} * 7") for i in range(5)), "Done."], context_window_limit=30000)
     strategies = [Offload.drop("tool_results").when(preserve_recent=2)]
-    agent = make_agent(
-        judge.model, make_tools()[0], conversation_manager=None, context_manager={"strategies": strategies}
-    )
+    agent = judge.agent(TOOLS, conversation_manager=None, context_manager={"strategies": strategies})
     await agent.invoke_async("Compute a lot.")
     judge.check()
-    assert len(judge.model.trajectory.sequences()) > 1
+    assert len(judge.trajectory.sequences()) > 1
 
 
 # Row 4
@@ -129,14 +130,14 @@ async def test_a_marker_of_removed_messages_is_prompt(judged, place):
     judge = judged(lambda request: f"Answer-{request.index}.", context_window_limit=3000)
     kept = 4 if place == "inside an own answer" else 3
     strategies = [Offload.drop("*").when(utilization=0.35, preserve_recent=kept)]
-    agent = make_agent(judge.model, conversation_manager=None, context_manager={"strategies": strategies})
+    agent = judge.agent(conversation_manager=None, context_manager={"strategies": strategies})
     for i in range(6):
         await agent.invoke_async(f"Question-{i}? " + "The weather in Paris is sunny today. " * 4)
     judge.check()
-    assert len(judge.model.trajectory.sequences()) > 1
+    assert len(judge.trajectory.sequences()) > 1
     marked = next(m["content"] for m in agent.messages if "[Dropped" in m["content"][-1].get("text", ""))
     assert len(marked) == (2 if place == "inside an own answer" else 1)
-    assert "[Dropped" in judge.server.requests[-1].text
+    assert "[Dropped" in judge.prompt(-1)
     assert "[Dropped" not in judge.trained_text()
 
 
@@ -150,26 +151,25 @@ async def test_a_summary_inside_the_loop_is_auxiliary(judged):
 
     judge = judged(answer, context_window_limit=3000)
     strategies = [Offload.summarize("*").when(utilization=0.35, preserve_recent=3)]
-    agent = make_agent(judge.model, conversation_manager=None, context_manager={"strategies": strategies})
+    agent = judge.agent(conversation_manager=None, context_manager={"strategies": strategies})
     for i in range(6):
         await agent.invoke_async(f"Question-{i}? " + "The weather in Paris is sunny today. " * 4)
     summaries = [i for i, request in enumerate(judge.server.requests) if "Be brief." not in request.text]
     assert summaries
     judge.check(auxiliary=summaries)
     assert "SUMMARY-TEXT" not in judge.trained_text()
-    assert "SUMMARY-TEXT" in judge.server.requests[-1].text
+    assert "SUMMARY-TEXT" in judge.prompt(-1)
 
 
 # Row 4
 async def test_a_status_shown_for_one_call_opens_a_sequence_per_call(judged):
     judge = judged([call(expression="2 * 3"), call(expression="6 * 7"), "Done."], context_window_limit=30000)
-    agent = make_agent(judge.model, make_tools()[0], conversation_manager=None, context_manager="agentic")
+    agent = judge.agent(TOOLS, conversation_manager=None, context_manager="agentic")
     await agent.invoke_async("Compute.")
     assert all(request.text.count("<context-status>") == 1 for request in judge.server.requests)
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1], [1], [1]]
-    judge.model.trajectory.settle(agent.messages)
-    assert "discarded" not in statuses(judge.model.trajectory)
+    judge.check(masks=[[1], [1], [1]])
+    judge.settle(agent)
+    assert "discarded" not in judge.statuses()
 
 
 # Row 4
@@ -182,12 +182,10 @@ async def test_a_tool_that_drops_messages_opens_a_sequence(judged):
         del tool_context.agent.messages[:4]
         return "forgotten"
 
-    agent = make_agent(judge.model, [forget])
-    for i in range(4):
-        await agent.invoke_async(f"Question-{i}?")
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1, 1], [1, 1]]
-    assert "Question-0" not in judge.server.requests[3].text
+    agent = judge.agent([forget])
+    await ask(agent, 4)
+    judge.check(masks=[[1, 1, 1], [1, 1]])
+    assert "Question-0" not in judge.prompt(3)
 
 
 # --- Conversation managers shorten and rewrite the history: what was sampled stays recorded, and no prompt lies ---
@@ -196,14 +194,12 @@ async def test_a_tool_that_drops_messages_opens_a_sequence(judged):
 # Row 1
 async def test_a_sliding_window_opens_a_sequence_per_window(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model, conversation_manager=SlidingWindowConversationManager(window_size=4))
-    for i in range(5):
-        await agent.invoke_async(f"Question-{i}?")
+    agent = judge.agent(conversation_manager=SlidingWindowConversationManager(window_size=4))
+    await ask(agent, 5)
     # The third call is the first one after a cut: two messages were gone before the fourth one.
     assert ["Question-0" in request.text for request in judge.server.requests] == [True] * 3 + [False] * 2
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1, 1], [1], [1]]
-    assert "message 0 (user) is not the recorded one" in judge.model.trajectory.turns[3].reason
+    judge.check(masks=[[1, 1, 1], [1], [1]])
+    assert "message 0 (user) is not the recorded one" in judge.trajectory.turns[3].reason
 
 
 # Row 1
@@ -211,33 +207,21 @@ async def test_a_sliding_window_at_every_turn_cuts_inside_a_tool_loop(judged):
     answers = [call(expression=f"{i} * 7") for i in range(4)]
     judge = judged([*answers, "Done."])
     manager = SlidingWindowConversationManager(window_size=4, per_turn=True)
-    agent = make_agent(judge.model, make_tools()[0], conversation_manager=manager)
+    agent = judge.agent(TOOLS, conversation_manager=manager)
     await agent.invoke_async("Compute a lot.")
     judge.check()
-    assert len(judge.model.trajectory.sequences()) > 1
+    assert len(judge.trajectory.sequences()) > 1
 
 
 # Row 1
 async def test_a_window_that_nothing_leaves_stays_one_sequence(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model, conversation_manager=SlidingWindowConversationManager())
-    for i in range(5):
-        await agent.invoke_async(f"Question-{i}?")
+    agent = judge.agent(conversation_manager=SlidingWindowConversationManager())
+    await ask(agent, 5)
     judge.check()
-    assert len(judge.model.trajectory.sequences()) == 1
-    judge.model.trajectory.settle(agent.messages)
-    assert statuses(judge.model.trajectory) == ["committed"] * 4 + ["final"]
-
-
-# Row 1
-async def test_proactive_compression_precedes_the_long_call(judged):
-    judge = judged(numbered, context_window_limit=200)
-    manager = SlidingWindowConversationManager(window_size=2, proactive_compression={"compression_threshold": 0.3})
-    agent = make_agent(judge.model, conversation_manager=manager)
-    for i in range(4):
-        await agent.invoke_async(f"Question-{i} about the weather in Paris, with wind from the west?")
-    judge.check()
-    assert len(judge.model.trajectory.sequences()) > 1
+    assert len(judge.trajectory.sequences()) == 1
+    judge.settle(agent)
+    assert judge.statuses() == ["committed"] * 4 + ["final"]
 
 
 # Row 2
@@ -258,14 +242,14 @@ async def test_an_overflow_that_shortens_a_result_opens_a_sequence(judged):
 
     judge = judged([call("read", page="Page-1"), call("read", page="Page-2"), "Both read."], max_context_tokens=1500)
     manager = SlidingWindowConversationManager()
-    agent = make_agent(judge.model, [make_reader()], conversation_manager=manager)
+    agent = judge.agent([make_reader()], conversation_manager=manager)
     await agent.invoke_async("Read two pages.")
     judge.check()
-    turns = judge.model.trajectory.turns
+    turns = judge.trajectory.turns
     assert TurnStatus.FAILED in [turn.status for turn in turns]
-    assert "truncated" in judge.server.requests[-1].text
+    assert "truncated" in judge.prompt(-1)
     # Both begin with the first call; what it read is whole in one and shortened in the other.
-    assert response_masks(judge.model.trajectory) == [[1, 1], [0, 1]]
+    assert judge.masks() == [[1, 1], [0, 1]]
 
 
 # Row 3
@@ -277,7 +261,7 @@ async def test_a_summary_is_auxiliary_and_opens_a_sequence(judged):
     manager = SummarizingConversationManager(
         summary_ratio=0.5, preserve_recent_messages=2, summarization_system_prompt="Sum up."
     )
-    agent = make_agent(judge.model, conversation_manager=manager)
+    agent = judge.agent(conversation_manager=manager)
     for i in range(7):
         await agent.invoke_async(f"Question-{i}? " + "The weather in Paris is sunny today. " * 10)
     summaries = [i for i, request in enumerate(judge.server.requests) if "summarize this" in request.text]
@@ -286,7 +270,7 @@ async def test_a_summary_is_auxiliary_and_opens_a_sequence(judged):
     trained = judge.trained_text()
     assert "SUMMARY-TEXT" not in trained
     assert all(f"Answer-{i}." in trained for i in range(len(judge.server.requests)) if i not in summaries)
-    assert "SUMMARY-TEXT" in judge.server.requests[-1].text
+    assert "SUMMARY-TEXT" in judge.prompt(-1)
 
 
 # Row 3
@@ -301,7 +285,7 @@ async def test_summaries_of_concurrent_episodes_stay_in_their_episodes(judged):
             manager = SummarizingConversationManager(
                 summary_ratio=0.5, preserve_recent_messages=2, summarization_system_prompt="Sum up."
             )
-            agent = make_agent(judge.model, conversation_manager=manager)
+            agent = judge.agent(conversation_manager=manager)
             for i in range(7):
                 await agent.invoke_async(f"Question-{i}? " + f"The weather in {name} is sunny today. " * 10)
             return trajectory
@@ -312,22 +296,7 @@ async def test_summaries_of_concurrent_episodes_stay_in_their_episodes(judged):
     assert len(summaries) >= 3
     judge.check(*trajectories, auxiliary=summaries)
     assert all(any(turn.is_auxiliary for turn in trajectory.turns) for trajectory in trajectories)
-    assert len(judge.model.trajectory) == 0
-
-
-# Row 3
-async def test_a_summarizing_agent_has_its_own_sequences(judged):
-    def answer(request):
-        return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
-
-    judge = judged(answer, max_context_tokens=600)
-    writer = make_agent(judge.model, system_prompt="You sum up.")
-    manager = SummarizingConversationManager(summary_ratio=0.5, preserve_recent_messages=2, summarization_agent=writer)
-    agent = make_agent(judge.model, conversation_manager=manager)
-    for i in range(7):
-        await agent.invoke_async(f"Question-{i}? " + "The weather in Paris is sunny today. " * 10)
-    assert "SUMMARY-TEXT" in judge.server.requests[-1].text
-    judge.check()
+    assert len(judge.trajectory) == 0
 
 
 # --- token counts ---
@@ -364,7 +333,7 @@ async def test_strands_projection_equals_the_sent_prompt(judged, with_tools):
         "Again.",
     ]
     judge = judged(answers)
-    agent = make_agent(judge.model, [read_pages, *make_tools()[0]] if with_tools else [])
+    agent = judge.agent([read_pages, *TOOLS] if with_tools else [])
     projected = watch(agent)
     for i in range(4):
         await agent.invoke_async(f"Question-{i}? " + "word " * 300)
@@ -380,26 +349,25 @@ async def test_a_count_knows_which_sampled_tokens_stay(judged, chatml_tokenizer)
         server={"stop_token_ids": [end, other]},
         sampling_params={"stop": ["STOP"]},
     )
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     projected = watch(agent)
-    for i in range(3):
-        await agent.invoke_async(f"Question-{i}?")
+    await ask(agent, 3)
     assert projected == [len(request.input_ids) for request in judge.server.requests]
 
 
 async def test_a_recorded_conversation_is_counted_as_recorded(judged):
     """Also without the system prompt and the tools before it."""
     judge = judged([call("read"), "Done.", "Second."])
-    agent = make_agent(judge.model, [read_pages])
+    agent = judge.agent([read_pages])
     await agent.invoke_async("Question?")
-    explained, turns = judge.model.trajectory.explain(), judge.model.trajectory.turns
+    explained, turns = judge.trajectory.explain(), judge.trajectory.turns
     assert await judge.model.count_tokens(agent.messages) == len(judge.model.token_manager)
     assert await judge.model.auxiliary.count_tokens(agent.messages) == len(judge.model.token_manager)
-    more = [*agent.messages, {"role": "user", "content": [{"text": "And?"}]}]
+    more = [*agent.messages, user("And?")]
     counted = await judge.model.count_tokens(more)
     specs = agent.tool_registry.get_all_tool_specs()
     assert await judge.model.count_tokens(more, specs, agent.system_prompt) == counted
-    assert (judge.model.trajectory.explain(), judge.model.trajectory.turns) == (explained, turns)
+    assert (judge.trajectory.explain(), judge.trajectory.turns) == (explained, turns)
     await agent.invoke_async("And?")
     assert counted == len(judge.server.requests[2].input_ids)
 
@@ -409,7 +377,7 @@ async def test_a_recorded_conversation_is_counted_as_recorded(judged):
     [
         pytest.param([], id="none"),
         pytest.param([{"role": "user", "content": []}], id="an empty message"),
-        pytest.param([{"role": "assistant", "content": [{"text": "word " * 50}]}], id="an answer"),
+        pytest.param([assistant("word " * 50)], id="an answer"),
         pytest.param(
             [{"role": "assistant", "content": [{"toolUse": {"toolUseId": "t", "name": "f", "input": {"a": "word"}}}]}],
             id="a call without a result",
@@ -424,14 +392,14 @@ async def test_a_recorded_conversation_is_counted_as_recorded(judged):
             id="a result without a call",
         ),
         pytest.param([{"role": "user", "content": [{"video": {"source": {"bytes": b"x"}}}]}], id="video"),
-        pytest.param([{"role": "user", "content": [{"text": "\ud800 word"}]}], id="half a character"),
+        pytest.param([user("\ud800 word")], id="half a character"),
     ],
 )
 @pytest.mark.parametrize("before", [0, 1])
 async def test_any_fragment_is_counted(judged, messages, before):
     judge = judged(numbered)
     for _ in range(before):
-        await make_agent(judge.model).invoke_async("Question?")
+        await judge.agent().invoke_async("Question?")
     words = str(messages).count("word")
     assert words <= await judge.model.count_tokens(messages) < 200
 
@@ -447,7 +415,7 @@ async def test_new_messages_are_encoded_once_for_count_and_call(judged, monkeypa
         return encode(text)
 
     monkeypatch.setattr(judge.model.chat_template, "encode", watched)
-    agent = make_agent(judge.model, [read_pages])
+    agent = judge.agent([read_pages])
     question = f"Question {uuid.uuid4()}?"  # no other test has opened with it: samples of one prompt share its tokens
     await agent.invoke_async(question + " word" * 500)
     assert sum("a long page" in text for text in encoded) == 1
@@ -457,7 +425,7 @@ async def test_new_messages_are_encoded_once_for_count_and_call(judged, monkeypa
 async def test_the_context_limit_is_the_configured_or_the_servers(rollout):
     for config, limit in (({}, 1500), ({"context_window_limit": 700}, 700), ({"max_context_tokens": 900}, 900)):
         _, model = rollout(["ok"], server={"context_length": 1500}, **config)
-        await model.count_tokens([{"role": "user", "content": [{"text": "hi"}]}])
+        await model.count_tokens([user("hi")])
         assert (model.context_window_limit, model.auxiliary.context_window_limit) == (limit, limit)
     _, model = rollout(["ok"])
     assert model.context_window_limit is None
@@ -467,7 +435,7 @@ async def test_proactive_compression_goes_by_the_server_s_context(judged):
     limits = {"max_new_tokens": 400}
     judge = judged(lambda request: "word " * 100, server={"context_length": 1500}, sampling_params=limits)
     manager = SlidingWindowConversationManager(window_size=1000, proactive_compression={"compression_threshold": 0.5})
-    agent = make_agent(judge.model, conversation_manager=manager)
+    agent = judge.agent(conversation_manager=manager)
     projected = watch(agent)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -486,7 +454,7 @@ async def test_a_server_that_cannot_be_asked_does_not_keep_a_count(chatml_tokeni
     client = server.client()
     client.context_length = never
     model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
-    messages = [{"role": "user", "content": [{"text": "hi"}]}]
+    messages = [user("hi")]
     counted = await model.count_tokens(messages, [], "Be brief.")
     assert 0 < counted < 50
     assert model.context_window_limit is None
@@ -497,15 +465,15 @@ async def test_a_counted_prompt_is_not_sent_for_other_written_names(judged):
     judge = judged(["Done."])
     use = {"toolUseId": "a", "name": "INVALID_TOOL_NAME", "input": {}}
     messages = [
-        {"role": "user", "content": [{"text": "Question?"}]},
-        {"role": "assistant", "content": [{"toolUse": use}]},
+        user("Question?"),
+        assistant({"toolUse": use}),
         {"role": "user", "content": [{"toolResult": {"toolUseId": "a", "content": [{"text": "No."}]}}]},
     ]
     await judge.model.count_tokens(messages, [], "Be brief.")
     state = {"strands_sglang_names": {"a": "read pages!"}}
     async for _ in judge.model.stream(messages, [], "Be brief.", model_state=state):
         pass
-    assert "read pages!" in judge.server.requests[0].text
+    assert "read pages!" in judge.prompt(0)
 
 
 # === hooks, middleware, steering and interventions: how they replace messages, answers and results ===
@@ -517,23 +485,22 @@ async def test_a_counted_prompt_is_not_sent_for_other_written_names(judged):
 # Row 7
 async def test_the_model_sees_a_result_that_a_hook_replaced(judged):
     judge = judged([call(expression="2 * 3"), "Fine."])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
 
     def replace(event: AfterToolCallEvent):
         event.result = {**event.result, "content": [{"text": "REPLACED"}]}
 
     agent.add_hook(replace, AfterToolCallEvent)
     await agent.invoke_async("Compute.")
-    assert "REPLACED" in judge.server.requests[1].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert "REPLACED" in judge.prompt(1)
+    judge.check(masks=[[1, 1]])
 
 
 # Row 7
 async def test_input_replaced_for_the_tool_keeps_the_sampled_call(judged):
     judge = judged([call(expression="2 * 3"), "Fine."])
     tools, ran = make_tools()
-    agent = make_agent(judge.model, tools)
+    agent = judge.agent(tools)
 
     def replace(event: BeforeToolCallEvent):
         event.tool_use = {**event.tool_use, "input": {"expression": "5 * 5"}}
@@ -541,50 +508,47 @@ async def test_input_replaced_for_the_tool_keeps_the_sampled_call(judged):
     agent.add_hook(replace, BeforeToolCallEvent)
     await agent.invoke_async("Compute.")
     assert ran == ["5 * 5"]
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    judge.check(masks=[[1, 1]])
 
 
 # Row 7
 async def test_input_edited_in_the_history_keeps_the_call_trained(judged):
     judge = judged([call(expression="2 * 3"), "Fine.", "Bye."])
     tools, ran = make_tools()
-    agent = make_agent(judge.model, tools)
+    agent = judge.agent(tools)
 
     def edit(event: BeforeToolCallEvent):
         event.tool_use["input"]["expression"] = "5 * 5"
 
     agent.add_hook(edit, BeforeToolCallEvent)
-    await agent.invoke_async("Compute.")
-    await agent.invoke_async("Thanks.")
+    await ask(agent, "Compute.", "Thanks.")
     assert ran == ["5 * 5"]
-    assert '{"expression": "2 * 3"}' not in judge.server.requests[1].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1], [1, 1]]
-    judge.model.trajectory.settle(agent.messages)
-    assert statuses(judge.model.trajectory) == ["committed", "committed", "final"]
+    assert '{"expression": "2 * 3"}' not in judge.prompt(1)
+    judge.check(masks=[[1], [1, 1]])
+    judge.settle(agent)
+    assert judge.statuses() == ["committed", "committed", "final"]
 
 
 # Row 7
 async def test_an_edited_call_of_a_stopped_episode_is_final(judged):
     judge = judged([call(expression="2 * 3")])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
 
     def edit(event: BeforeToolCallEvent):
         event.tool_use["input"]["expression"] = "5 * 5"
 
     agent.add_hook(edit, BeforeToolCallEvent)
     await agent.invoke_async("Compute.", limits={"turns": 1})
-    judge.model.trajectory.settle(agent.messages)
+    judge.settle(agent)
     judge.check()
-    assert statuses(judge.model.trajectory) == ["final"]
+    assert judge.statuses() == ["final"]
 
 
 # Row 7
 @pytest.mark.parametrize("event_type", [AfterModelCallEvent, MessageAddedEvent])
 async def test_an_answer_with_replaced_text_is_discarded(judged, event_type):
     judge = judged(numbered)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
 
     def redact(event):
         message = event.message if event_type is MessageAddedEvent else event.stop_response.message
@@ -592,11 +556,10 @@ async def test_an_answer_with_replaced_text_is_discarded(judged, event_type):
             message["content"] = [{"text": "REDACTED"}]
 
     agent.add_hook(redact, event_type)
-    await agent.invoke_async("Question-0?")
-    await agent.invoke_async("Question-1?")
-    assert "REDACTED" in judge.server.requests[1].text
-    assert "Answer-0" not in judge.server.requests[1].text
-    judge.model.trajectory.settle(agent.messages)
+    await ask(agent, 2)
+    assert "REDACTED" in judge.prompt(1)
+    assert "Answer-0" not in judge.prompt(1)
+    judge.settle(agent)
     judge.check(discarded=[0, 1])
     assert "REDACTED" not in judge.trained_text()
 
@@ -605,7 +568,7 @@ async def test_an_answer_with_replaced_text_is_discarded(judged, event_type):
 @pytest.mark.parametrize("settled", [True, False])
 async def test_replaced_answers_are_warned_of_once_with_the_difference(judged, caplog, settled):
     judge = judged(lambda request: f"<think>\nhm\n</think>\n\n{numbered(request)}")
-    agent = make_agent(judge.model)
+    agent = judge.agent()
 
     def redact(event: MessageAddedEvent):
         if event.message["role"] == "assistant":
@@ -615,16 +578,16 @@ async def test_replaced_answers_are_warned_of_once_with_the_difference(judged, c
     for i in range(1 if settled else 3):
         await agent.invoke_async(f"Question-{i}?")
     if settled:
-        judge.model.trajectory.settle(agent.messages)
+        judge.settle(agent)
     (warning,) = [
         record.getMessage() for record in caplog.records if "replaced a sampled answer" in record.getMessage()
     ]
     said = "message 1 (assistant) replaced it, with no reasoning, other text"
     assert said in warning
     assert "call=<0>" in warning
-    assert said in judge.model.trajectory.explain().splitlines()[0]
+    assert said in judge.trajectory.explain().splitlines()[0]
     if not settled:
-        opened = judge.model.trajectory.turns[1].reason
+        opened = judge.trajectory.turns[1].reason
         assert "message 1 (assistant) is not the recorded one (assistant): no reasoning, other text" in opened
 
 
@@ -648,20 +611,18 @@ async def test_replaced_answers_are_warned_of_once_with_the_difference(judged, c
 )
 async def test_an_answer_that_a_hook_tidies_up_is_still_trained(judged, caplog, answer, tidy, difference):
     judge = judged(answer)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
 
     def edit(event: MessageAddedEvent):
         if event.message["role"] == "assistant":
             event.message["content"] = tidy(event.message["content"])
 
     agent.add_hook(edit, MessageAddedEvent)
-    for i in range(2):
-        await agent.invoke_async(f"Question-{i}?")
-    judge.model.trajectory.settle(agent.messages)
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1], [1]]
-    assert statuses(judge.model.trajectory) == ["committed", "final"]
-    assert f"kept in another form: message 1 (assistant) holds {difference}" in judge.model.trajectory.explain()
+    await ask(agent, 2)
+    judge.settle(agent)
+    judge.check(masks=[[1], [1]])
+    assert judge.statuses() == ["committed", "final"]
+    assert f"kept in another form: message 1 (assistant) holds {difference}" in judge.trajectory.explain()
     assert not caplog.records
 
 
@@ -669,7 +630,7 @@ async def test_an_answer_that_a_hook_tidies_up_is_still_trained(judged, caplog, 
 async def test_an_answer_whose_tool_call_a_hook_takes_out_is_discarded(judged):
     judge = judged([f"Let me see. {call(expression='2 * 3')}", "Fine."])
     tools, ran = make_tools()
-    agent = make_agent(judge.model, tools)
+    agent = judge.agent(tools)
 
     def forbid(event: AfterModelCallEvent):
         message = event.stop_response.message
@@ -677,32 +638,30 @@ async def test_an_answer_whose_tool_call_a_hook_takes_out_is_discarded(judged):
 
     agent.add_hook(forbid, AfterModelCallEvent)
     await agent.invoke_async("Compute.")
-    judge.model.trajectory.settle(agent.messages)
+    judge.settle(agent)
     assert ran == []
     judge.check(discarded=[0])
-    assert "no tool call" in judge.model.trajectory.turns[0].note
+    assert "no tool call" in judge.trajectory.turns[0].note
 
 
 # Row 7
 async def test_a_user_message_edited_before_the_first_call_is_seen(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
 
     def edit(event: BeforeInvocationEvent):
         event.messages[0]["content"] = [{"text": "EDITED"}]
 
     agent.add_hook(edit, BeforeInvocationEvent)
-    await agent.invoke_async("Question-0?")
-    await agent.invoke_async("Question-1?")
-    assert judge.server.requests[1].text.count("EDITED") == 2
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    await ask(agent, 2)
+    assert judge.prompt(1).count("EDITED") == 2
+    judge.check(masks=[[1, 1]])
 
 
 # Row 23
 async def test_an_answer_that_a_hook_retries_is_discarded(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
 
     def retry(event: AfterModelCallEvent):
         event.retry = "Answer-2" not in str(event.stop_response.message)
@@ -710,23 +669,22 @@ async def test_an_answer_that_a_hook_retries_is_discarded(judged):
     agent.add_hook(retry, AfterModelCallEvent)
     await agent.invoke_async("Question?")
     judge.check(discarded=[0, 1])
-    judge.model.trajectory.settle(agent.messages)
-    assert statuses(judge.model.trajectory) == ["discarded", "discarded", "final"]
-    assert response_masks(judge.model.trajectory) == [[1]]
+    judge.settle(agent)
+    assert judge.statuses() == ["discarded", "discarded", "final"]
+    assert judge.masks() == [[1]]
 
 
 # Row 23
 async def test_a_retry_inside_a_tool_loop_keeps_the_sequence(judged):
     judge = judged([call(expression="2 * 3"), "Bad.", call(expression="6 * 7"), "Good."])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
 
     def retry(event: AfterModelCallEvent):
         event.retry = "Bad." in str(event.stop_response.message)
 
     agent.add_hook(retry, AfterModelCallEvent)
     await agent.invoke_async("Compute.")
-    judge.check(discarded=[1])
-    assert response_masks(judge.model.trajectory) == [[1, 1, 1]]
+    judge.check(discarded=[1], masks=[[1, 1, 1]])
 
 
 # Row 23
@@ -737,40 +695,24 @@ async def test_a_call_that_failed_and_is_retried_leaves_one_turn(judged):
 
     judge = judged([ScriptedAnswer("", finish_reason="abort"), ScriptedAnswer("Par", finish_reason="abort"), "Whole."])
     retries = Retry(max_attempts=3, initial_delay=0, max_delay=0)
-    agent = make_agent(judge.model, retry_strategy=retries)
+    agent = judge.agent(retry_strategy=retries)
     await agent.invoke_async("Question?")
-    assert [turn.status.value for turn in judge.model.trajectory.turns][-2:] == ["cut", "answered"]
-    texts = [judge.server.tokenizer.decode(s.segments[-1].token_ids) for s in judge.model.trajectory.sequences()]
+    assert [turn.status.value for turn in judge.trajectory.turns][-2:] == ["cut", "answered"]
+    texts = [judge.server.tokenizer.decode(s.segments[-1].token_ids) for s in judge.trajectory.sequences()]
     assert texts == ["Whole.<|im_end|>", "Par"]
 
 
 # Row 23
 async def test_an_answer_lost_to_a_raising_hook_is_discarded(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     raise_once(agent, AfterModelCallEvent)
     with pytest.raises(ZeroDivisionError):
         await agent.invoke_async("Question-0?")
-    judge.model.trajectory.settle(agent.messages)
+    judge.settle(agent)
     judge.check(discarded=[0])
     await agent.invoke_async("Question-1?")
     judge.check(discarded=[0])
-
-
-# Row 7
-async def test_messages_removed_by_a_hook_open_a_sequence(judged):
-    judge = judged(numbered)
-    agent = make_agent(judge.model)
-
-    def keep_two(event: BeforeModelCallEvent):
-        del event.agent.messages[:-3]
-
-    agent.add_hook(keep_two, BeforeModelCallEvent)
-    for i in range(3):
-        await agent.invoke_async(f"Question-{i}?")
-    assert "Question-0" not in judge.server.requests[2].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1], [1]]
 
 
 # Row 7
@@ -783,10 +725,9 @@ async def test_an_answer_written_by_a_tool_is_prompt(judged):
         tool_context.agent.messages[0]["content"].append({"text": "WRITTEN BY A TOOL"})
         return "done"
 
-    await make_agent(judge.model, [note]).invoke_async("Go.")
-    assert "WRITTEN BY A TOOL" in judge.server.requests[1].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1], [1]]
+    await judge.agent([note]).invoke_async("Go.")
+    assert "WRITTEN BY A TOOL" in judge.prompt(1)
+    judge.check(masks=[[1], [1]])
 
 
 # --- What is added to a call for that call only, and answers that middleware asks for more than once or makes up ---
@@ -802,29 +743,15 @@ async def collect(events):
 # Row 5
 async def test_text_injected_for_one_call_is_only_in_its_prompt(judged):
     judge = judged([call(expression="2 * 3"), "6.", "Bye."])
-    agent = make_agent(judge.model, make_tools()[0], plugins=[ContextInjector(lambda context: "<now>noon</now>")])
-    await agent.invoke_async("Compute.")
-    await agent.invoke_async("Thanks.")
+    agent = judge.agent(TOOLS, plugins=[ContextInjector(lambda context: "<now>noon</now>")])
+    await ask(agent, "Compute.", "Thanks.")
     assert [request.text.count("<now>") for request in judge.server.requests] == [1, 0, 1]
     judge.check()
     # The third call extends the second one, whose prompt held no injected text.
-    assert response_masks(judge.model.trajectory) == [[1], [1, 1]]
-    judge.model.trajectory.settle(agent.messages)
-    assert "discarded" not in statuses(judge.model.trajectory)
-    assert "message 0 (user) is not the recorded one" in judge.model.trajectory.turns[1].reason
-
-
-# Row 5
-async def test_text_injected_at_every_call_is_once_in_each_prompt(judged):
-    judge = judged([call(expression="2 * 3"), "6.", "Bye."])
-    minutes = iter(range(9))
-    plugin = ContextInjector(lambda context: f"<now>minute {next(minutes)}</now>", trigger="everyTurn")
-    agent = make_agent(judge.model, make_tools()[0], plugins=[plugin])
-    await agent.invoke_async("Compute.")
-    await agent.invoke_async("Thanks.")
-    assert [request.text.count("<now>") for request in judge.server.requests] == [1, 1, 1]
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1], [1], [1]]
+    assert judge.masks() == [[1], [1, 1]]
+    judge.settle(agent)
+    assert "discarded" not in judge.statuses()
+    assert "message 0 (user) is not the recorded one" in judge.trajectory.turns[1].reason
 
 
 # Row 5
@@ -840,14 +767,13 @@ async def test_parts_replaced_for_one_call_open_a_sequence(judged):
             return context
         return context.replace(system_prompt="Be long-winded.", tool_specs=[])
 
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
     agent.add_middleware(InvokeModelStage.Input, replace)
-    await agent.invoke_async("Compute.")
-    await agent.invoke_async("Thanks.")
+    await ask(agent, "Compute.", "Thanks.")
     assert ["Be long-winded." in request.text for request in judge.server.requests] == [False, True, False]
     judge.check()
     # The third call extends the first one, whose system prompt and tools it has; the answer between is prompt.
-    assert response_masks(judge.model.trajectory) == [[1], [1, 1]]
+    assert judge.masks() == [[1], [1, 1]]
 
 
 # Row 6
@@ -865,16 +791,15 @@ async def test_answers_not_taken_are_discarded(judged, kept, at_once):
         for event in answers[kept]:
             yield event
 
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     agent.add_middleware(InvokeModelStage, best_of_three)
-    await agent.invoke_async("Question-0?")
-    await agent.invoke_async("Question-1?")
-    judge.model.trajectory.settle(agent.messages)
+    await ask(agent, 2)
+    judge.settle(agent)
     judge.check(discarded={0, 1, 2, 3, 4, 5} - {kept, 3 + kept})
     expected = ["discarded"] * 6
     expected[kept], expected[3 + kept] = "committed", "final"
-    assert statuses(judge.model.trajectory) == expected
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert judge.statuses() == expected
+    assert judge.masks() == [[1, 1]]
 
 
 # Row 6
@@ -891,10 +816,9 @@ async def test_the_next_call_shows_which_answer_was_taken(judged, kept):
         for event in answers[kept % len(answers)]:
             yield event
 
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     agent.add_middleware(InvokeModelStage, best_of)
-    await agent.invoke_async("Question-0?")
-    await agent.invoke_async("Question-1?")
+    await ask(agent, 2)
     judge.check(discarded={0, 1, 2} - {kept})
 
 
@@ -912,14 +836,14 @@ async def test_of_several_answers_that_say_the_same_one_is_trained(judged, goes_
         for event in answers[0]:
             yield event
 
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     agent.add_middleware(InvokeModelStage, best_of)
     await agent.invoke_async("Question-0?")
     if goes_on:
         await agent.invoke_async("Question-1?")
-    judge.model.trajectory.settle(agent.messages)
-    assert statuses(judge.model.trajectory).count("discarded") == 2
-    assert response_masks(judge.model.trajectory) == ([[1, 1]] if goes_on else [[1]])
+    judge.settle(agent)
+    assert judge.statuses().count("discarded") == 2
+    assert judge.masks() == ([[1, 1]] if goes_on else [[1]])
 
 
 # Row 6
@@ -932,22 +856,21 @@ async def test_an_answer_that_middleware_made_up_is_prompt(judged):
 
     async def cached(context, next_fn):
         if next(calls) == 1:
-            message = {"role": "assistant", "content": [{"text": "FROM THE CACHE"}]}
+            message = assistant("FROM THE CACHE")
             usage = {"inputTokens": 0, "outputTokens": 0, "totalTokens": 0}
             yield ModelStopReason(stop_reason="end_turn", message=message, usage=usage, metrics={"latencyMs": 0})
             return
         async for event in next_fn(context):
             yield event
 
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     agent.add_middleware(InvokeModelStage, cached)
-    for i in range(3):
-        await agent.invoke_async(f"Question-{i}?")
+    await ask(agent, 3)
     judge.check()
     assert len(judge.server.requests) == 2
-    assert "FROM THE CACHE" in judge.server.requests[1].text
+    assert "FROM THE CACHE" in judge.prompt(1)
     assert "FROM THE CACHE" not in judge.trained_text()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert judge.masks() == [[1, 1]]
 
 
 # Row 6
@@ -961,12 +884,11 @@ async def test_an_answer_rewritten_by_middleware_is_prompt(judged):
         result.result["stop"][1]["content"] = [{"text": "REDACTED"}]
         return result
 
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     agent.add_middleware(InvokeModelStage.Output, redact)
-    await agent.invoke_async("Question-0?")
-    await agent.invoke_async("Question-1?")
-    assert "REDACTED" in judge.server.requests[1].text
-    assert "Answer-0" not in judge.server.requests[1].text
+    await ask(agent, 2)
+    assert "REDACTED" in judge.prompt(1)
+    assert "Answer-0" not in judge.prompt(1)
     judge.check(discarded=[0, 1] if judge.has_hooks else [0])  # only hooks know of the last one
     assert "REDACTED" not in judge.trained_text()
 
@@ -993,27 +915,26 @@ class Steering(SteeringHandler):
 # Row 23
 async def test_an_answer_sent_back_by_steering_is_discarded(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model, plugins=[Steering(answers=True)])
+    agent = judge.agent(plugins=[Steering(answers=True)])
     await agent.invoke_async("Question?")
-    assert "SAY IT POLITELY" in judge.server.requests[1].text
-    assert "Answer-0" not in judge.server.requests[1].text
+    assert "SAY IT POLITELY" in judge.prompt(1)
+    assert "Answer-0" not in judge.prompt(1)
     judge.check(discarded=[0])
     await agent.invoke_async("Question?")
-    judge.model.trajectory.settle(agent.messages)
+    judge.settle(agent)
     judge.check(discarded=[0])
-    assert statuses(judge.model.trajectory) == ["discarded", "committed", "final"]
+    assert judge.statuses() == ["discarded", "committed", "final"]
     assert "SAY IT POLITELY" not in judge.trained_text()
 
 
 async def test_a_call_refused_by_steering_is_trained(judged):
     judge = judged([call(expression="2 * 3"), call(expression="6 * 7"), "42."])
     tools, ran = make_tools()
-    agent = make_agent(judge.model, tools, plugins=[Steering(tools=True)])
+    agent = judge.agent(tools, plugins=[Steering(tools=True)])
     await agent.invoke_async("Compute.")
     assert ran == ["6 * 7"]
-    assert "USE OTHER NUMBERS" in judge.server.requests[1].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1, 1]]
+    assert "USE OTHER NUMBERS" in judge.prompt(1)
+    judge.check(masks=[[1, 1, 1]])
 
 
 class Intervention(InterventionHandler):
@@ -1041,34 +962,11 @@ def intervention(method, action):
 )
 async def test_an_interventions_message_is_prompt(judged, method, action, discarded):
     judge = judged(lambda request: call(expression="2 * 3") if "FEEDBACK" not in request.text else "Fine.")
-    agent = make_agent(judge.model, make_tools()[0], interventions=[intervention(method, action)])
+    agent = judge.agent(TOOLS, interventions=[intervention(method, action)])
     await agent.invoke_async("Compute.")
     judge.check(discarded=discarded)
-    assert "FEEDBACK" in judge.server.requests[-1].text
+    assert "FEEDBACK" in judge.prompt(-1)
     assert "FEEDBACK" not in judge.trained_text()
-
-
-async def test_a_denied_model_call_leaves_text_that_is_not_sampled(judged):
-    judge = judged(numbered)
-    agent = make_agent(judge.model, interventions=[intervention("before_model_call", Deny(reason="NOT NOW"))])
-    await agent.invoke_async("Question-0?")
-    await agent.invoke_async("Question-1?")
-    assert len(judge.server.requests) == 1
-    assert "NOT NOW" in judge.server.requests[0].text
-    judge.check()
-    assert "NOT NOW" not in judge.trained_text()
-
-
-async def test_a_transformed_answer_is_discarded(judged):
-    def apply(event):
-        event.stop_response.message["content"] = [{"text": "TRANSFORMED"}]
-
-    judge = judged(numbered)
-    agent = make_agent(judge.model, interventions=[intervention("after_model_call", Transform(apply=apply))])
-    await agent.invoke_async("Question-0?")
-    await agent.invoke_async("Question-1?")
-    assert "TRANSFORMED" in judge.server.requests[1].text
-    judge.check(discarded=[0])
 
 
 # === history that the model did not speak on this record: few-shot, sessions, direct tool calls, edits, redaction ===
@@ -1078,19 +976,18 @@ async def test_a_transformed_answer_is_discarded(judged):
 async def test_a_restored_session_opens_a_sequence_with_old_answers(judged, tmp_path):
     def agent():
         session = FileSessionManager(session_id="session", storage_dir=str(tmp_path))
-        return make_agent(judge.model, make_tools()[0], session_manager=session)
+        return judge.agent(TOOLS, session_manager=session)
 
     judge = judged([call(expression="2 * 3"), "It is 6.", "Welcome back.", "Bye."])
     await agent().invoke_async("Compute.")
-    first = judge.model.trajectory
+    first = judge.trajectory
     judge.check()
     judge.model.reset()
     restored = agent()
     await restored.invoke_async("Do you remember?")
     await restored.invoke_async("Good.")
-    assert "It is 6." in judge.server.requests[2].text
-    judge.check(first, judge.model.trajectory)
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert "It is 6." in judge.prompt(2)
+    judge.check(first, judge.trajectory, masks=[[1, 1]])
     assert "It is 6." not in judge.trained_text()
 
 
@@ -1098,27 +995,25 @@ async def test_a_restored_session_opens_a_sequence_with_old_answers(judged, tmp_
 async def test_a_restored_session_continues_an_existing_record(judged, tmp_path):
     def agent():
         session = FileSessionManager(session_id="session", storage_dir=str(tmp_path))
-        return make_agent(judge.model, make_tools()[0], session_manager=session)
+        return judge.agent(TOOLS, session_manager=session)
 
     judge = judged([call(expression="2 * 3"), "It is 6.", "Welcome back."])
     await agent().invoke_async("Compute.")
     await agent().invoke_async("Do you remember?")
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1, 1]]
+    judge.check(masks=[[1, 1, 1]])
 
 
 # Row 15
 async def test_a_loaded_snapshot_takes_back_later_messages(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     await agent.invoke_async("Question-0?")
     snapshot = agent.take_snapshot(preset="session")
     await agent.invoke_async("Question-1?")
     agent.load_snapshot(snapshot)
     await agent.invoke_async("Question-2?")
-    assert "Question-1" not in judge.server.requests[2].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1], [0, 1]]
+    assert "Question-1" not in judge.prompt(2)
+    judge.check(masks=[[1, 1], [0, 1]])
 
 
 # Row 15
@@ -1130,12 +1025,12 @@ async def test_attempts_at_a_goal_are_trained_once_each(judged, keeps_history):
         return {"passed": "Answer-2" in response["content"][0]["text"], "feedback": "NOT GOOD ENOUGH"}
 
     plugin = GoalLoop(goal=is_good, max_attempts=4, preserve_context=keeps_history)
-    await make_agent(judge.model, plugins=[plugin]).invoke_async("Question?")
-    assert "NOT GOOD ENOUGH" in judge.server.requests[1].text
-    assert ("Answer-0" in judge.server.requests[1].text) == keeps_history
+    await judge.agent(plugins=[plugin]).invoke_async("Question?")
+    assert "NOT GOOD ENOUGH" in judge.prompt(1)
+    assert ("Answer-0" in judge.prompt(1)) == keeps_history
     judge.check()
     # Attempts that start over reset the agent's whole state, as if another agent had asked.
-    assert response_masks(judge.model.trajectory) == ([[1, 1, 1]] if keeps_history else [[1], [1], [1]])
+    assert judge.masks() == ([[1, 1, 1]] if keeps_history else [[1], [1], [1]])
     assert "NOT GOOD ENOUGH" not in judge.trained_text()
 
 
@@ -1150,17 +1045,16 @@ async def test_attempts_of_a_later_invocation_are_trained_once(judged, caplog, k
         return {"passed": len(asked) % 3 == 0, "feedback": "NOT GOOD ENOUGH"}
 
     plugin = GoalLoop(goal=is_good, max_attempts=4, preserve_context=keeps_history)
-    agent = make_agent(judge.model, plugins=[plugin])
-    await agent.invoke_async("Question-0?")
-    await agent.invoke_async("Question-1?")
-    judge.model.trajectory.settle(agent.messages)
+    agent = judge.agent(plugins=[plugin])
+    await ask(agent, 2)
+    judge.settle(agent)
     judge.check()
-    assert "discarded" not in statuses(judge.model.trajectory)
+    assert "discarded" not in judge.statuses()
     # By now the agent has a state to go back to, and the answer that it had kept is in front of every attempt.
     expected = [[1] * 6] if keeps_history else [[1], [1], [1, 1], [0, 1], [0, 1]]
-    assert response_masks(judge.model.trajectory) == expected
+    assert judge.masks() == expected
     # Each attempt opens with another message; the main conversation is the first one, and the rest is warned of.
-    first = judge.model.trajectory.sequences()[0].token_ids
+    first = judge.trajectory.sequences()[0].token_ids
     assert judge.model.token_manager.token_ids == first
     assert any("one of several sequences" in record.getMessage() for record in caplog.records) != keeps_history
 
@@ -1168,7 +1062,7 @@ async def test_attempts_of_a_later_invocation_are_trained_once(judged, caplog, k
 # Row 15
 async def test_the_main_sequence_follows_snapshots_and_sessions(judged, tmp_path):
     judge = judged(numbered)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     snapshots = [agent.take_snapshot(preset="session")]
     await agent.invoke_async("Question-0?")
     snapshots.append(agent.take_snapshot(preset="session"))
@@ -1179,13 +1073,13 @@ async def test_the_main_sequence_follows_snapshots_and_sessions(judged, tmp_path
         (snapshots[0], "Question-0?", [4]),  # from the beginning once more
     ):
         if question != "Question-2?":
-            agent = make_agent(judge.model)
+            agent = judge.agent()
         agent.load_snapshot(snapshot)
         await agent.invoke_async(question)
         text = judge.server.tokenizer.decode(judge.model.token_manager.token_ids)
         assert [i for i in range(5) if f"Answer-{i}." in text] == [i for i in sequence]
     judge.check()
-    assert "discarded" not in statuses(judge.model.trajectory)
+    assert "discarded" not in judge.statuses()
 
 
 # Row 15
@@ -1201,52 +1095,50 @@ async def test_branches_from_one_snapshot_keep_all_their_answers(judged, calls):
         return call(expression="2 * 3") if len(asked) == calls + 1 else numbered(request)
 
     judge = judged(answer)
-    trunk = make_agent(judge.model, make_tools()[0])
+    trunk = judge.agent(TOOLS)
     await trunk.invoke_async("Question?")
     snapshot = trunk.take_snapshot(preset="session")
-    branches = [make_agent(judge.model, make_tools()[0]) for _ in range(3)]
+    branches = [judge.agent(TOOLS) for _ in range(3)]
     for branch in branches:
         branch.load_snapshot(snapshot)
     await asyncio.gather(*(branch.invoke_async("Branch?") for branch in branches))
     judge.check()
     for branch in branches:
-        judge.model.trajectory.settle(branch.messages)
+        judge.trajectory.settle(branch.messages)
     judge.check()
-    assert len({turn.agent for turn in judge.model.trajectory.turns}) == (4 if judge.has_hooks else 1)
-    assert statuses(judge.model.trajectory).count("final") == 3
+    assert len({turn.agent for turn in judge.trajectory.turns}) == (4 if judge.has_hooks else 1)
+    assert judge.statuses().count("final") == 3
 
 
 # Row 16
 async def test_an_emptied_agent_asked_again_keeps_its_first_answer(judged):
     judge = judged(["At once.", call(expression="2 * 3"), "It is 6."])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
     await agent.invoke_async("2 * 3?")
     agent.messages.clear()
     await agent.invoke_async("2 * 3?")
-    judge.model.trajectory.settle(agent.messages)
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1], [1, 1]]
-    assert judge.model.token_manager.token_ids == judge.model.trajectory.sequences()[1].token_ids
+    judge.settle(agent)
+    judge.check(masks=[[1], [1, 1]])
+    assert judge.model.token_manager.token_ids == judge.trajectory.sequences()[1].token_ids
 
 
 # Row 15
 async def test_a_run_that_stops_at_every_checkpoint_is_one_sequence(judged):
     judge = judged([call(expression="2 * 3"), "6."])
-    agent = make_agent(judge.model, make_tools()[0], checkpointing=True)
+    agent = judge.agent(TOOLS, checkpointing=True)
     result = await agent.invoke_async("Compute.")
     positions = []
     while result.stop_reason == "checkpoint":
         positions.append(result.checkpoint.position)
         result = await agent.invoke_async({"checkpointResume": {"checkpoint": result.checkpoint.to_dict()}})
     assert positions == ["after_model", "after_tools"]
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    judge.check(masks=[[1, 1]])
 
 
 # Row 16
 async def test_few_shot_answers_are_prompt(judged):
     shots = [
-        {"role": "user", "content": [{"text": "1 * 1?"}]},
+        user("1 * 1?"),
         {
             "role": "assistant",
             "content": [{"toolUse": {"toolUseId": "s1", "name": "calculator", "input": {"expression": "1 * 1"}}}],
@@ -1255,26 +1147,25 @@ async def test_few_shot_answers_are_prompt(judged):
             "role": "user",
             "content": [{"toolResult": {"toolUseId": "s1", "status": "success", "content": [{"text": "1"}]}}],
         },
-        {"role": "assistant", "content": [{"text": "EXAMPLE ANSWER"}]},
+        assistant("EXAMPLE ANSWER"),
     ]
     judge = judged([call(expression="2 * 3"), "It is 6."])
-    agent = make_agent(judge.model, make_tools()[0], messages=shots)
+    agent = judge.agent(TOOLS, messages=shots)
     await agent.invoke_async("2 * 3?")
     judge.check()
     assert "EXAMPLE" not in judge.trained_text()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert judge.masks() == [[1, 1]]
 
 
 # Row 16
 async def test_a_direct_tool_call_is_prompt_in_the_same_sequence(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
     await agent.invoke_async("Question-0?")
     agent.tool.calculator(expression="111 * 3")
     await agent.invoke_async("Question-1?")
-    assert "333" in judge.server.requests[1].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert "333" in judge.prompt(1)
+    judge.check(masks=[[1, 1]])
     assert "111" not in judge.trained_text()
 
 
@@ -1283,15 +1174,14 @@ async def test_a_direct_tool_call_is_prompt_in_the_same_sequence(judged):
 async def test_messages_that_the_user_edits_open_a_sequence_or_fork(judged, edit):
     judge = judged(numbered)
     messages = []
-    agent = make_agent(judge.model, messages=messages)
-    for i in range(3):
-        await agent.invoke_async(f"Question-{i}?")
+    agent = judge.agent(messages=messages)
+    await ask(agent, 3)
     if edit == "change":
         messages[3]["content"] = [{"text": "CHANGED ANSWER"}]
     elif edit == "delete":
         del messages[2:4]
     elif edit == "insert":
-        messages[2:2] = [{"role": "user", "content": [{"text": "INSERTED"}]}]
+        messages[2:2] = [user("INSERTED")]
     elif edit == "swap":
         messages[0], messages[2] = messages[2], messages[0]
     elif edit == "truncate":
@@ -1302,38 +1192,25 @@ async def test_messages_that_the_user_edits_open_a_sequence_or_fork(judged, edit
     judge.check()
     kept = {"change": [0, 1], "delete": [0, 1], "insert": [0, 1], "swap": [1], "truncate": [0, 0, 1]}
     expected = [[1, 1, 1, 1]] if edit == "duplicate" else [[1, 1, 1], kept[edit]]
-    assert response_masks(judge.model.trajectory) == expected
+    assert judge.masks() == expected
     assert "CHANGED" not in judge.trained_text()
-
-
-# Row 17
-async def test_a_system_prompt_that_changes_opens_a_sequence(judged):
-    judge = judged(numbered)
-    agent = make_agent(judge.model)
-    await agent.invoke_async("Question-0?")
-    agent.system_prompt = "Be verbose."
-    await agent.invoke_async("Question-1?")
-    await agent.invoke_async("Question-2?")
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1], [1, 1]]
-    assert "the system prompt changed" in judge.model.trajectory.turns[1].reason
 
 
 # Row 17
 async def test_a_changed_system_prompt_opens_a_sequence(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     prompts = iter(["One.", "One.", "Two.", "One."])
 
     def rewrite(event: BeforeInvocationEvent):
         event.agent.system_prompt = next(prompts)
 
     agent.add_hook(rewrite, BeforeInvocationEvent)
-    for i in range(4):
-        await agent.invoke_async(f"Question-{i}?")
+    await ask(agent, 4)
     judge.check()
     # The fourth call extends the second one; the answer of the third is prompt there.
-    assert response_masks(judge.model.trajectory) == [[1], [1, 1, 1]]
+    assert judge.masks() == [[1], [1, 1, 1]]
+    assert "the system prompt changed" in judge.trajectory.turns[2].reason
 
 
 # Row 17
@@ -1351,13 +1228,12 @@ async def test_a_tool_that_loads_a_tool_opens_a_sequence(judged):
         tool_context.agent.tool_registry.process_tools([loaded])
         return "loaded it"
 
-    await make_agent(judge.model, [load]).invoke_async("Load it.")
-    assert '"name": "loaded"' not in judge.server.requests[0].text
-    assert '"name": "loaded"' in judge.server.requests[1].text
-    assert "FROM THE LOADED TOOL" in judge.server.requests[2].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1], [1, 1]]
-    assert "the tools changed" in judge.model.trajectory.turns[1].reason
+    await judge.agent([load]).invoke_async("Load it.")
+    assert '"name": "loaded"' not in judge.prompt(0)
+    assert '"name": "loaded"' in judge.prompt(1)
+    assert "FROM THE LOADED TOOL" in judge.prompt(2)
+    judge.check(masks=[[1], [1, 1]])
+    assert "the tools changed" in judge.trajectory.turns[1].reason
 
 
 # Row 18
@@ -1377,7 +1253,7 @@ async def test_a_background_result_is_prompt_even_if_merged(judged):
         await go_on.wait()
         return "RESULT-42"
 
-    agent = make_agent(judge.model, [compute], background_tasks={"always": ["compute"]})
+    agent = judge.agent([compute], background_tasks={"always": ["compute"]})
 
     def release(event: AfterModelCallEvent):
         if event.stop_response.stop_reason == "end_turn":
@@ -1386,11 +1262,10 @@ async def test_a_background_result_is_prompt_even_if_merged(judged):
     agent.add_hook(release, AfterModelCallEvent)
     await agent.invoke_async("Compute.")
     assert [len(message["content"]) for message in agent.messages] == [1, 1, 1, 2, 1, 1]
-    assert "RESULT-42" in judge.server.requests[2].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1], [0, 1]]
-    judge.model.trajectory.settle(agent.messages)
-    assert statuses(judge.model.trajectory) == ["committed", "committed", "final"]
+    assert "RESULT-42" in judge.prompt(2)
+    judge.check(masks=[[1, 1], [0, 1]])
+    judge.settle(agent)
+    assert judge.statuses() == ["committed", "committed", "final"]
 
 
 class Guarded(SGLangModel):
@@ -1416,16 +1291,16 @@ class Guarded(SGLangModel):
 )
 async def test_redacted_text_is_gone_from_later_prompts(judged, redaction, discarded):
     judge = judged(numbered, model_class=Guarded)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     judge.model.redaction = redaction
     await agent.invoke_async("SECRET QUESTION?")
     judge.model.redaction = {}
     await agent.invoke_async("Question-1?")
-    assert ("SECRET" in judge.server.requests[1].text) == ("redactUserContentMessage" not in redaction)
-    assert ("Answer-0" in judge.server.requests[1].text) == ("redactAssistantContentMessage" not in redaction)
+    assert ("SECRET" in judge.prompt(1)) == ("redactUserContentMessage" not in redaction)
+    assert ("Answer-0" in judge.prompt(1)) == ("redactAssistantContentMessage" not in redaction)
     is_known = judge.has_hooks or len(redaction) < 2
     judge.check(discarded=discarded if is_known else [])
-    assert ("is not known" in judge.model.trajectory.turns[0].note) != is_known
+    assert ("is not known" in judge.trajectory.turns[0].note) != is_known
     assert all(text not in judge.trained_text() for text in redaction.values())
 
 
@@ -1433,25 +1308,24 @@ async def test_redacted_text_is_gone_from_later_prompts(judged, redaction, disca
 @pytest.mark.parametrize("before", [0, 1])
 async def test_hooks_show_that_a_redacted_answer_is_discarded(judged, before):
     judge = judged(numbered, model_class=Guarded)
-    agent = make_agent(judge.model)
-    other = make_agent(judge.model, system_prompt="Another agent.")
+    agent = judge.agent()
+    other = judge.agent(system_prompt="Another agent.")
     await other.invoke_async("Another question?")
-    for i in range(before):
-        await agent.invoke_async(f"Question-{i}?")
+    await ask(agent, before)
     judge.model.redaction = {"redactUserContentMessage": "[user]", "redactAssistantContentMessage": "[answer]"}
     await agent.invoke_async("SECRET QUESTION?")
-    judge.model.trajectory.settle(other.messages)
-    judge.model.trajectory.settle(agent.messages)
+    judge.trajectory.settle(other.messages)
+    judge.settle(agent)
     judge.check(discarded=[before + 1] if judge.has_hooks else [])
     last = "discarded" if judge.has_hooks else "answered"
-    assert statuses(judge.model.trajectory) == ["final", *["committed"] * before, last]
+    assert judge.statuses() == ["final", *["committed"] * before, last]
 
 
 # Row 24
 async def test_the_model_itself_never_redacts(judged):
     judge = judged([call(expression="2 * 3"), "6."])
     events = []
-    agent = make_agent(judge.model, make_tools()[0], callback_handler=lambda **event: events.append(event))
+    agent = judge.agent(TOOLS, callback_handler=lambda **event: events.append(event))
     await agent.invoke_async("Compute.")
     chunks = [event["event"] for event in events if "event" in event]
     assert chunks
@@ -1492,14 +1366,13 @@ def remembering(model, store, tools=(), **kwargs):
 @needs_argument("__init__", "memory_manager")
 async def test_remembered_text_is_in_one_prompt_and_opens_a_sequence(judged):
     judge = judged([call(expression="2 * 3"), "6.", "Bye."])
-    agent = remembering(judge.model, Store("PARIS IS NICE"), make_tools()[0])
-    await agent.invoke_async("Compute.")
-    await agent.invoke_async("Thanks.")
+    agent = remembering(judge.model, Store("PARIS IS NICE"), TOOLS)
+    await ask(agent, "Compute.", "Thanks.")
     shown = [request.text.count("PARIS IS NICE") for request in judge.server.requests]
     assert shown[0] == shown[-1] == 1
     assert shown[1] == 0
     judge.check()
-    trajectory = judge.model.trajectory
+    trajectory = judge.trajectory
     # Nothing was injected after the tool's result, so that call does not extend the first one; the third one does.
     assert response_masks(trajectory) == [[1], [1, 1]]
     trajectory.settle(agent.messages)
@@ -1514,12 +1387,10 @@ async def test_memory_that_only_tools_reach_leaves_one_sequence(judged):
     judge = judged([call("search_memory", query="weather"), call("add_memory", entries=["RAIN"]), "It rains.", "Bye."])
     store = Store("SUN")
     agent = remembering(judge.model, store, injection=False, add_tool_config=True)
-    await agent.invoke_async("What of the weather?")
-    await agent.invoke_async("Thanks.")
+    await ask(agent, "What of the weather?", "Thanks.")
     assert store.remembered == ["SUN", "RAIN"]
-    assert "SUN" in judge.server.requests[1].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1, 1, 1]]
+    assert "SUN" in judge.prompt(1)
+    judge.check(masks=[[1, 1, 1, 1]])
 
 
 # Row 3
@@ -1535,7 +1406,7 @@ async def test_facts_extracted_after_the_loop_are_auxiliary(judged):
     store = Store(extraction=ExtractionConfig(trigger=[InvocationTrigger()]))
     manager = MemoryManager([store], injection=False)
     with judge.model.episode() as trajectory:
-        agent = make_agent(judge.model, memory_manager=manager)
+        agent = judge.agent(memory_manager=manager)
         for i in range(2):
             await agent.invoke_async(f"Question-{i}?")
             await manager.flush()
@@ -1544,7 +1415,7 @@ async def test_facts_extracted_after_the_loop_are_auxiliary(judged):
     assert store.remembered == ["EXTRACTED"] * 2
     judge.check(trajectory, auxiliary=extractions)
     assert response_masks(trajectory) == [[1, 1]]
-    assert len(judge.model.trajectory) == 0
+    assert len(judge.trajectory) == 0
 
 
 # === an agent's own answers in every form: blank, with names that no tool has, structured, forced ===
@@ -1592,13 +1463,11 @@ def raw_call(arguments):
 @pytest.mark.parametrize("with_tools", [True, False])
 async def test_an_answer_that_strands_normalises_is_extended(judged, answer, with_tools):
     judge = judged([answer, "Second.", "Third.", "Fourth."])
-    agent = make_agent(judge.model, [note] if with_tools else [])
-    for i in range(3):
-        await agent.invoke_async(f"Question-{i}?")
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1] * len(judge.server.requests)]
-    judge.model.trajectory.settle(agent.messages)
-    assert statuses(judge.model.trajectory) == ["committed"] * (len(judge.server.requests) - 1) + ["final"]
+    agent = judge.agent([note] if with_tools else [])
+    await ask(agent, 3)
+    judge.check(masks=[[1] * len(judge.server.requests)])
+    judge.settle(agent)
+    assert judge.statuses() == ["committed"] * (len(judge.server.requests) - 1) + ["final"]
 
 
 # Row 9
@@ -1624,50 +1493,47 @@ async def test_an_answer_that_strands_normalises_is_extended(judged, answer, wit
 )
 async def test_tool_input_that_changes_its_form_in_json_is_extended(judged, arguments):
     judge = judged([raw_call(arguments), "Noted."])
-    await make_agent(judge.model, [note]).invoke_async("Go.")
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    await judge.agent([note]).invoke_async("Go.")
+    judge.check(masks=[[1, 1]])
 
 
 # Row 10
 async def test_a_cut_call_ends_its_sequence_and_its_text_is_prompt(judged):
     judge = judged([ScriptedAnswer(call(expression="2 * 3"), finish_reason="length"), "Again."])
     tools, ran = make_tools()
-    agent = make_agent(judge.model, tools)
+    agent = judge.agent(tools)
     with pytest.raises(MaxTokensReachedException):
         await agent.invoke_async("Compute.")
     assert ran == []
     await agent.invoke_async("Continue.")
-    assert "tool use was incomplete" in judge.server.requests[1].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1], [1]]
-    judge.model.trajectory.settle(agent.messages)
-    assert statuses(judge.model.trajectory) == ["final", "final"]
+    assert "tool use was incomplete" in judge.prompt(1)
+    judge.check(masks=[[1], [1]])
+    judge.settle(agent)
+    assert judge.statuses() == ["final", "final"]
     assert "incomplete" not in judge.trained_text()
 
 
 # Row 10
 async def test_a_cut_text_is_extended(judged):
     judge = judged([ScriptedAnswer("It continues and", finish_reason="length"), "on."])
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     with pytest.raises(MaxTokensReachedException):
         await agent.invoke_async("Tell me.")
     await agent.invoke_async("Continue.")
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    judge.check(masks=[[1, 1]])
 
 
 # Row 10
 async def test_a_cut_call_after_whole_ones_ends_its_sequence(judged):
     cut = ScriptedAnswer(call(expression="2 * 3") + "<tool_call>\n{", finish_reason="length")
     judge = judged([call(expression="6 * 7"), cut, "Again."])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
     with pytest.raises(MaxTokensReachedException):
         await agent.invoke_async("Compute.")
     await agent.invoke_async("Continue.")
     judge.check()
     # Both begin with the first call, which is trained in the first of them.
-    assert response_masks(judge.model.trajectory) == [[1, 1], [0, 1]]
+    assert judge.masks() == [[1, 1], [0, 1]]
 
 
 # --- unregistered tools ---
@@ -1713,13 +1579,13 @@ async def test_a_hook_serves_an_unregistered_tool_its_sampled_input(judged):
         seen.append((event.tool_use["name"], event.tool_use["input"], event.selected_tool))
         event.selected_tool = stand_in
 
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
     agent.add_hook(route, BeforeToolCallEvent)
     await agent.invoke_async("Call the ghost.")
     judge.check()
     assert seen == [("ghost", {"x": 1}, None)]
     assert shown_results(judge.server.requests[1]) == ["routed 1"] == result_texts(agent)
-    assert len(judge.model.trajectory.sequences()) == 1
+    assert len(judge.trajectory.sequences()) == 1
 
 
 @needs_module("strands.middleware")
@@ -1731,7 +1597,7 @@ async def test_the_model_reads_what_middleware_answers(judged, written):
         result = {"toolUseId": context.tool_use["toolUseId"], "status": "success", "content": [{"text": "from afar"}]}
         yield ToolResultEvent(result)
 
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
     agent.add_middleware(ExecuteToolStage, answer)
     await agent.invoke_async("Call the ghost.")
     assert shown_results(judge.server.requests[1]) == ["from afar"] == result_texts(agent)
@@ -1741,7 +1607,7 @@ async def test_the_model_reads_what_middleware_answers(judged, written):
 @pytest.mark.parametrize("with_tools", [True, False])
 async def test_strands_keeps_its_error_of_unknown_tools(judged, name, with_tools):
     judge = judged([call(name, x=1), "Done.", "Again."])
-    agent = make_agent(judge.model, make_tools()[0] if with_tools else [])
+    agent = judge.agent(TOOLS if with_tools else [])
     for text in ("Call the ghost.", "And?"):
         await agent.invoke_async(text)
     judge.check()
@@ -1750,25 +1616,25 @@ async def test_strands_keeps_its_error_of_unknown_tools(judged, name, with_tools
     (text,) = result_texts(agent)
     assert shown_results(judge.server.requests[1]) == [text]
     assert judge.model.tool_parse_errors == {}
-    assert len(judge.model.trajectory.sequences()) == 1
+    assert len(judge.trajectory.sequences()) == 1
 
 
 async def test_results_follow_their_calls_even_with_invalid_names(judged):
     judge = judged([call(expression="2 * 3") + call("invalid tool") + call("ghost"), "Done."])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
     await agent.invoke_async("Go.")
     judge.check()
     six, invalid, ghost = shown_results(judge.server.requests[1])
     assert (six, ghost) == ("6", "Unknown tool: ghost")
     assert "invalid tool" in invalid
-    assert len(judge.model.trajectory.sequences()) == 1
+    assert len(judge.trajectory.sequences()) == 1
 
 
 @pytest.mark.parametrize("name", ["ghost", "invalid tool"])
 async def test_a_restored_session_renders_the_call_that_was_sampled(judged, tmp_path, name):
     def restored(judge):
         manager = FileSessionManager(session_id="s", storage_dir=str(tmp_path))
-        return make_agent(judge.model, make_tools()[0], agent_id="a", session_manager=manager)
+        return judge.agent(TOOLS, agent_id="a", session_manager=manager)
 
     first = judged([call(name, command="run"), "It failed."])
     await restored(first).invoke_async("Run it.")
@@ -1783,12 +1649,12 @@ async def test_a_restored_session_renders_the_call_that_was_sampled(judged, tmp_
 
 async def test_a_rewritten_history_renders_the_name_that_was_sampled(judged):
     judge = judged([call("invalid tool", x=1), "Done.", "Again."])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
     await agent.invoke_async("Go.")
     agent.messages[0]["content"] = [{"text": "Continue."}]
     await agent.invoke_async("And?")
-    assert call("invalid tool", x=1) in judge.server.requests[2].text
-    assert len(judge.model.trajectory.sequences()) == 2
+    assert call("invalid tool", x=1) in judge.prompt(2)
+    assert len(judge.trajectory.sequences()) == 2
 
 
 # --- Structured output: in the loop it is a tool with a list of tools of its own, outside of it it is auxiliary ---
@@ -1803,17 +1669,15 @@ class Total(BaseModel):
 # Row 12
 async def test_output_by_the_model_itself_is_a_tool_call_like_any_other(judged):
     judge = judged([call(expression="2 * 3"), call("Total", total=6), "Bye."])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
     result = await agent.invoke_async("Compute.", structured_output_model=Total)
     assert result.structured_output == Total(total=6)
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    judge.check(masks=[[1, 1]])
     await agent.invoke_async("Thanks.")  # the tool is gone again
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1], [1]]
-    assert "the tools changed" in judge.model.trajectory.turns[2].reason
-    judge.model.trajectory.settle(agent.messages)
-    assert "discarded" not in statuses(judge.model.trajectory)
+    judge.check(masks=[[1, 1], [1]])
+    assert "the tools changed" in judge.trajectory.turns[2].reason
+    judge.settle(agent)
+    assert "discarded" not in judge.statuses()
 
 
 # Row 12
@@ -1822,7 +1686,7 @@ async def test_output_that_is_forced_by_a_prompt_extends_its_sequence(judged):
         return any(name in request.sampling_params for name in ("json_schema", "regex", "ebnf", "structural_tag"))
 
     judge = judged([call(expression="2 * 3"), "It is 6.", call("Total", total=6)])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
     result = await agent.invoke_async("Compute.", structured_output_model=Total)
     assert result.structured_output == Total(total=6)
     forced = judge.server.requests[2]
@@ -1832,10 +1696,10 @@ async def test_output_that_is_forced_by_a_prompt_extends_its_sequence(judged):
     constrained = [i for i, request in enumerate(judge.server.requests) if is_constrained(request)]
     judge.check(constrained=constrained)
     assert constrained == [2]
-    assert response_masks(judge.model.trajectory) == ([[1, 1, 0]] if extends else [[1, 1], [0]])
+    assert judge.masks() == ([[1, 1, 0]] if extends else [[1, 1], [0]])
     assert "You must format" not in judge.trained_text()
-    judge.model.trajectory.settle(agent.messages)
-    assert "discarded" not in statuses(judge.model.trajectory)
+    judge.settle(agent)
+    assert "discarded" not in judge.statuses()
 
 
 # Row 12
@@ -1847,11 +1711,11 @@ async def test_output_that_cannot_be_forced_gets_only_its_tool(judged):
         total: int = Field(multiple_of=3)
 
     judge = judged([call(expression="2 * 3"), "It is 6.", call("Odd", total=6)])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
     result = await agent.invoke_async("Compute.", structured_output_model=Odd)
     assert result.structured_output == Odd(total=6)
-    assert '"name": "calculator"' not in judge.server.requests[2].text.partition("</tools>")[0]
-    assert response_masks(judge.model.trajectory) == [[1, 1], [1]]
+    assert '"name": "calculator"' not in judge.prompt(2).partition("</tools>")[0]
+    assert judge.masks() == [[1, 1], [1]]
 
 
 # Row 12
@@ -1859,7 +1723,7 @@ async def test_output_that_cannot_be_forced_gets_only_its_tool(judged):
 async def test_output_outside_the_loop_is_valid_and_stops(judged):
     params = {"regex": "a+", "stop": ["Observation:"], "stop_token_ids": [5], "min_new_tokens": 9, "temperature": 0.5}
     judge = judged(['{"text": "Observation: two"}'], sampling_params=params)
-    output = await make_agent(judge.model).structured_output_async(Text, "What?")
+    output = await judge.agent().structured_output_async(Text, "What?")
     assert output == Text(text="Observation: two")
     (request,) = judge.server.requests
     assert set(request.sampling_params) == {"json_schema", "temperature", "max_new_tokens"}
@@ -1869,7 +1733,7 @@ async def test_output_outside_the_loop_is_valid_and_stops(judged):
 # Row 12
 async def test_a_configured_stop_does_not_cut_a_forced_call(judged):
     judge = judged(["Well.", call("Text", text="Observation: two")], sampling_params={"stop": ["Observation:"]})
-    result = await make_agent(judge.model).invoke_async("What?", structured_output_model=Text)
+    result = await judge.agent().invoke_async("What?", structured_output_model=Text)
     assert result.structured_output == Text(text="Observation: two")
     assert ["stop" in request.sampling_params for request in judge.server.requests] == [True, False]
 
@@ -1885,25 +1749,24 @@ class Text(BaseModel):
 @pytest.mark.parametrize("with_tools", [True, False])
 async def test_output_outside_the_loop_is_auxiliary_and_never_trained(judged, with_tools):
     judge = judged(["Answer-0.", '{"total": 6}', "Answer-2."])
-    agent = make_agent(judge.model, make_tools()[0] if with_tools else [])
+    agent = judge.agent(TOOLS if with_tools else [])
     await agent.invoke_async("Question-0?")
     assert await agent.structured_output_async(Total, "How much?") == Total(total=6)
     await agent.invoke_async("Question-1?")
-    assert "How much?" not in judge.server.requests[2].text
-    judge.check(auxiliary=[1], constrained=[1])
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
-    assert [turn.is_auxiliary for turn in judge.model.trajectory.turns] == [False, True, False]
+    assert "How much?" not in judge.prompt(2)
+    judge.check(auxiliary=[1], constrained=[1], masks=[[1, 1]])
+    assert [turn.is_auxiliary for turn in judge.trajectory.turns] == [False, True, False]
 
 
 # Row 12
 @pytest.mark.filterwarnings("ignore:.*structured_output.* method is deprecated:DeprecationWarning")
 async def test_early_output_outside_the_loop_is_not_the_main_one(judged):
     judge = judged(['{"total": 6}', "Answer-1."])
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     assert await agent.structured_output_async(Total, "How much?") == Total(total=6)
     await agent.invoke_async("Question?")
     judge.check(auxiliary=[0], constrained=[0])
-    assert judge.model.token_manager.token_ids == judge.model.trajectory.sequences()[0].token_ids
+    assert judge.model.token_manager.token_ids == judge.trajectory.sequences()[0].token_ids
 
 
 # === cancellation and interrupts: where they meet an agent, and how it continues ===
@@ -1933,51 +1796,48 @@ async def test_a_call_that_a_cancelled_task_left_unanswered_is_extended(judged):
         return "never"
 
     judge = judged([call("wait"), "Understood."])
-    agent = make_agent(judge.model, [wait])
+    agent = judge.agent([wait])
     running = asyncio.ensure_future(agent.invoke_async("Wait."))
     await started.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     await agent.invoke_async("What happened?")
-    assert "Tool was interrupted." in judge.server.requests[1].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert "Tool was interrupted." in judge.prompt(1)
+    judge.check(masks=[[1, 1]])
 
 
 # Row 13
 async def test_a_call_left_by_a_raising_hook_runs_without_a_model_call(judged):
     judge = judged([call(expression="2 * 3"), "6."])
     tools, ran = make_tools()
-    agent = make_agent(judge.model, tools)
+    agent = judge.agent(tools)
     raise_once(agent, BeforeToolCallEvent)
     with pytest.raises(EventLoopException):
         await agent.invoke_async("Compute.")
     assert ran == []
     await agent.invoke_async(None)
     assert ran == ["2 * 3"]
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    judge.check(masks=[[1, 1]])
 
 
 # Row 14
 async def test_an_interrupted_call_continues_after_its_resume(judged):
     judge = judged([call(expression="2 * 3"), "6."])
     tools, ran = make_tools()
-    agent = make_agent(judge.model, tools)
+    agent = judge.agent(tools)
     agent.add_hook(ask_a_person, BeforeToolCallEvent)
     result = await agent.invoke_async("Compute.")
     assert (result.stop_reason, ran) == ("interrupt", [])
     await agent.invoke_async(responses(result, "yes"))
     assert ran == ["2 * 3"]
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    judge.check(masks=[[1, 1]])
 
 
 # Row 14
 async def test_results_of_interrupted_calls_are_in_call_order(judged):
     judge = judged(["".join(call(expression=f"{i} * 111") for i in (2, 3, 4)), "Done."])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
 
     def ask(event: BeforeToolCallEvent):
         if event.tool_use["input"]["expression"].startswith("2"):
@@ -1988,30 +1848,15 @@ async def test_results_of_interrupted_calls_are_in_call_order(judged):
     await agent.invoke_async(responses(result, "yes"))
     results = [block["toolResult"]["content"][0]["text"] for block in agent.messages[2]["content"]]
     assert results == ["333", "444", "222"]  # as Strands keeps them
-    shown = judge.server.requests[1].text
+    shown = judge.prompt(1)
     assert shown.index("222") < shown.index("333") < shown.index("444")
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
-
-
-# Row 14
-async def test_the_model_reads_that_a_call_was_denied(judged):
-    judge = judged([call(expression="2 * 3"), "A pity."])
-    tools, ran = make_tools()
-    agent = make_agent(judge.model, tools)
-    agent.add_hook(ask_a_person, BeforeToolCallEvent)
-    result = await agent.invoke_async("Compute.")
-    await agent.invoke_async(responses(result, "no"))
-    assert ran == []
-    assert "DENIED BY A PERSON" in judge.server.requests[1].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    judge.check(masks=[[1, 1]])
 
 
 # Row 22
 async def test_an_invocation_that_a_hook_resumes_is_extended(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
 
     def resume(event: AfterInvocationEvent):
         if len(event.agent.messages) < 6:
@@ -2020,22 +1865,21 @@ async def test_an_invocation_that_a_hook_resumes_is_extended(judged):
     agent.add_hook(resume, AfterInvocationEvent)
     await agent.invoke_async("Question?")
     judge.check()
-    assert "More-4!" in judge.server.requests[2].text
-    assert response_masks(judge.model.trajectory) == [[1, 1, 1]]
+    assert "More-4!" in judge.prompt(2)
+    assert judge.masks() == [[1, 1, 1]]
 
 
 # Row 22
 async def test_input_merged_into_a_seen_message_opens_a_sequence(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     await agent.invoke_async("Question-0?")
     agent.messages.pop()  # the answer, so that a user message is the last one
     agent.messages[-1]["content"].append({"text": "And more."})
     await agent.invoke_async(None)
-    assert "And more." in judge.server.requests[1].text
-    judge.model.trajectory.settle(agent.messages)
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1], [1]]
+    assert "And more." in judge.prompt(1)
+    judge.settle(agent)
+    judge.check(masks=[[1], [1]])
 
 
 # --- Cancels: what the model never said is prompt, and what it said in vain is discarded ---
@@ -2048,15 +1892,15 @@ async def test_an_answer_cancelled_while_streaming_is_discarded(judged):
         return "Too late."
 
     judge = judged([cancelled, "Second."])
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     result = await agent.invoke_async("Question-0?")
     assert result.stop_reason == "cancelled"
     assert agent.messages[-1]["content"] == [{"text": "Cancelled by user"}]
     await agent.invoke_async("Question-1?")
-    assert "Cancelled by user" in judge.server.requests[1].text
+    assert "Cancelled by user" in judge.prompt(1)
     judge.check(discarded=[0])
-    judge.model.trajectory.settle(agent.messages)
-    assert statuses(judge.model.trajectory) == ["discarded", "final"]
+    judge.settle(agent)
+    assert judge.statuses() == ["discarded", "final"]
     assert "Cancelled" not in judge.trained_text()
 
 
@@ -2066,7 +1910,7 @@ async def test_a_callers_signal_at_the_first_delta_cancels(judged, answer):
     """Strands polls such a signal every 50 ms, and the whole answer is streamed in less."""
     judge = judged([answer, "Second."])
     tools, ran = make_tools()
-    agent = make_agent(judge.model, tools)
+    agent = judge.agent(tools)
     signal = threading.Event()
     async for event in agent.stream_async("Question-0?", cancel_signal=signal):
         if "contentBlockDelta" in event.get("event", {}):
@@ -2075,7 +1919,7 @@ async def test_a_callers_signal_at_the_first_delta_cancels(judged, answer):
     assert (result.stop_reason, ran) == ("cancelled", [])
     await agent.invoke_async("Question-1?")
     judge.check(discarded=[0])
-    assert statuses(judge.model.trajectory)[0] == "discarded"
+    assert judge.statuses()[0] == "discarded"
 
 
 # Row 11
@@ -2086,18 +1930,18 @@ async def test_settling_discards_an_answer_that_was_cancelled_last(judged, befor
         return "Too late."
 
     judge = judged([*["Fine."] * before, cancelled])
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     for i in range(before + 1):
         await agent.invoke_async(f"Question-{i}?")
-    judge.model.trajectory.settle(agent.messages)
+    judge.settle(agent)
     judge.check(discarded=[before])
-    assert statuses(judge.model.trajectory) == ["committed"] * before + ["discarded"]
+    assert judge.statuses() == ["committed"] * before + ["discarded"]
 
 
 # Row 11
 async def test_an_answer_cancelled_after_its_last_event_is_discarded(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     cancelled = []
     async for event in agent.stream_async("Question-0?"):
         if "messageStop" in event.get("event", {}) and not cancelled:
@@ -2116,20 +1960,19 @@ async def test_the_message_of_a_cancel_is_prompt(judged):
         return "Too late."
 
     judge = judged([call(expression="2 * 3"), cancelled, "Back again."])
-    agent = make_agent(judge.model, make_tools()[0])
-    await agent.invoke_async("Compute.")
-    await agent.invoke_async("Question?")
-    assert "THE USER WENT HOME" in judge.server.requests[2].text
+    agent = judge.agent(TOOLS)
+    await ask(agent, "Compute.", "Question?")
+    assert "THE USER WENT HOME" in judge.prompt(2)
     judge.check(discarded=[1])
     assert "THE USER" not in judge.trained_text()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert judge.masks() == [[1, 1]]
 
 
 # Row 11
 @needs_argument("cancel", "after_current_tools")
 async def test_a_cancel_after_the_tools_discards_nothing(judged):
     judge = judged([call(expression="2 * 3"), "6."])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
 
     def stop(event: AfterToolsEvent):
         event.agent.cancel(after_current_tools=True)
@@ -2137,70 +1980,64 @@ async def test_a_cancel_after_the_tools_discards_nothing(judged):
     agent.add_hook(stop, AfterToolsEvent)
     result = await agent.invoke_async("Compute.")
     assert result.stop_reason == "cancelled"
-    judge.model.trajectory.settle(agent.messages)
-    assert statuses(judge.model.trajectory) == ["final"]
+    judge.settle(agent)
+    assert judge.statuses() == ["final"]
     await agent.invoke_async("Well?")
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    judge.check(masks=[[1, 1]])
 
 
 # Row 11
 async def test_text_of_a_hook_that_denies_a_model_call_is_prompt(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
 
     def deny(event: BeforeModelCallEvent):
         event.cancel = "NOT NOW" if len(event.agent.messages) == 3 else False
 
     agent.add_hook(deny, BeforeModelCallEvent)
-    for i in range(3):
-        await agent.invoke_async(f"Question-{i}?")
+    await ask(agent, 3)
     assert len(judge.server.requests) == 2
-    assert "NOT NOW" in judge.server.requests[1].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert "NOT NOW" in judge.prompt(1)
+    judge.check(masks=[[1, 1]])
     assert "NOT NOW" not in judge.trained_text()
 
 
 # Row 11
 async def test_text_of_a_hook_that_denies_an_invocation_is_prompt(judged):
     judge = judged(numbered)
-    agent = make_agent(judge.model)
+    agent = judge.agent()
 
     def deny(event: BeforeInvocationEvent):
         event.cancel = "CLOSED" if not event.agent.messages else False
 
     agent.add_hook(deny, BeforeInvocationEvent)
-    for i in range(3):
-        await agent.invoke_async(f"Question-{i}?")
+    await ask(agent, 3)
     assert len(judge.server.requests) == 2
-    assert "CLOSED" in judge.server.requests[0].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert "CLOSED" in judge.prompt(0)
+    judge.check(masks=[[1, 1]])
 
 
 # Row 11
 async def test_text_that_ends_a_turn_after_its_tools_is_prompt(judged):
     judge = judged([call(expression="2 * 3"), "Again."])
-    agent = make_agent(judge.model, make_tools()[0])
+    agent = judge.agent(TOOLS)
 
     def end(event: AfterToolsEvent):
         event.end_turn = "ENOUGH"
 
     agent.add_hook(end, AfterToolsEvent)
-    await agent.invoke_async("Compute.")
-    await agent.invoke_async("Continue.")
-    assert "ENOUGH" in judge.server.requests[1].text
+    await ask(agent, "Compute.", "Continue.")
+    assert "ENOUGH" in judge.prompt(1)
     judge.check()
     assert "ENOUGH" not in judge.trained_text()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert judge.masks() == [[1, 1]]
 
 
 # Row 11
 async def test_tools_that_a_hook_cancels_are_a_plain_continuation(judged):
     judge = judged([call(expression="2 * 3"), "Well then."])
     tools, ran = make_tools()
-    agent = make_agent(judge.model, tools)
+    agent = judge.agent(tools)
 
     def cancel(event: BeforeToolsEvent):
         event.cancel = "NO TOOLS TODAY"
@@ -2208,9 +2045,8 @@ async def test_tools_that_a_hook_cancels_are_a_plain_continuation(judged):
     agent.add_hook(cancel, BeforeToolsEvent)
     await agent.invoke_async("Compute.")
     assert ran == []
-    assert "NO TOOLS TODAY" in judge.server.requests[1].text
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert "NO TOOLS TODAY" in judge.prompt(1)
+    judge.check(masks=[[1, 1]])
 
 
 # Row 11
@@ -2222,7 +2058,7 @@ async def test_a_cancelled_task_leaves_a_failed_turn(judged):
         await asyncio.Event().wait()
 
     judge = judged(["First.", hang, "Third."])
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     await agent.invoke_async("Question-0?")
     running = asyncio.ensure_future(agent.invoke_async("Question-1?"))
     await asked.wait()
@@ -2232,8 +2068,8 @@ async def test_a_cancelled_task_leaves_a_failed_turn(judged):
     assert judge.server.aborted == [judge.server.requests[1].rid]
     await agent.invoke_async("Question-2?")
     judge.check()
-    assert statuses(judge.model.trajectory) == ["committed", "failed", "answered"]
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    assert judge.statuses() == ["committed", "failed", "answered"]
+    assert judge.masks() == [[1, 1]]
 
 
 # === several agents on one model, and the helpers whose calls are auxiliary ===
@@ -2251,7 +2087,7 @@ def make_graph(model):
     """Two parallel nodes, each with tools, and one after both."""
     builder = GraphBuilder()
     for name in ("left", "right", "end"):
-        agent = make_agent(model, make_tools()[0], system_prompt=f"You are {name}.", name=name)
+        agent = make_agent(model, TOOLS, system_prompt=f"You are {name}.", name=name)
         builder.add_node(agent, name)
     builder.add_edge("left", "end")
     builder.add_edge("right", "end")
@@ -2264,21 +2100,20 @@ def make_graph(model):
 async def test_the_nodes_of_a_graph_have_a_sequence_each(judged):
     judge = judged(computes)
     await make_graph(judge.model).invoke_async("Compute.")
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1, 1]] * 3
-    prompts = [judge.server.tokenizer.decode(s.token_ids) for s in judge.model.trajectory.sequences()]
+    judge.check(masks=[[1, 1]] * 3)
+    prompts = [judge.server.tokenizer.decode(s.token_ids) for s in judge.trajectory.sequences()]
     assert sorted(prompt.split("You are ")[1].split(".")[0] for prompt in prompts) == ["end", "left", "right"]
 
 
 # Row 20
 async def test_agents_that_share_an_invocation_state_are_distinct(judged):
     judge = judged(lambda request: "The same." if "<tool_response>" in request.text else call(expression="2 * 3"))
-    agents = [make_agent(judge.model, make_tools()[0]) for _ in range(4)]
+    agents = [judge.agent(TOOLS) for _ in range(4)]
     shared = {}
     await asyncio.gather(*(agent.invoke_async("Compute.", invocation_state=shared) for agent in agents))
     judge.check()
-    assert len({turn.agent for turn in judge.model.trajectory.turns}) == 4
-    assert response_masks(judge.model.trajectory) == [[1, 1]] * 4
+    assert len({turn.agent for turn in judge.trajectory.turns}) == 4
+    assert judge.masks() == [[1, 1]] * 4
 
 
 # Row 19
@@ -2286,7 +2121,7 @@ async def test_a_graph_that_returns_to_a_node_starts_over(judged):
     judge = judged(numbered)
     builder = GraphBuilder()
     for name in ("draft", "review"):
-        builder.add_node(make_agent(judge.model, system_prompt=f"You {name}."), name)
+        builder.add_node(judge.agent(system_prompt=f"You {name}."), name)
     builder.add_edge("draft", "review")
     builder.add_edge("review", "draft", condition=lambda state: len(state.execution_order) < 4)
     builder.set_entry_point("draft")
@@ -2294,8 +2129,7 @@ async def test_a_graph_that_returns_to_a_node_starts_over(judged):
     builder.reset_on_revisit(True)
     await builder.build().invoke_async("Write.")
     assert len(judge.server.requests) == 4
-    judge.check()
-    assert response_masks(judge.model.trajectory) == [[1]] * 4
+    judge.check(masks=[[1]] * 4)
 
 
 # Row 19
@@ -2308,13 +2142,13 @@ async def test_the_agents_of_a_swarm_have_sequences_of_their_own(judged):
         return handoff("second", "TAKE OVER") if first else numbered(request)
 
     judge = judged(answer)
-    agents = [make_agent(judge.model, name=name, system_prompt=f"You are {name}.") for name in ("first", "second")]
+    agents = [judge.agent(name=name, system_prompt=f"You are {name}.") for name in ("first", "second")]
     result = await Swarm(agents, max_handoffs=3).invoke_async("Do it.")
     assert [node.node_id for node in result.node_history] == ["first", "second"]
     assert any("TAKE OVER" in request.text for request in judge.server.requests)
     judge.check()
-    assert {turn.agent for turn in judge.model.trajectory.turns} == {
-        turn.agent for turn in judge.model.trajectory.turns if turn.parent is None
+    assert {turn.agent for turn in judge.trajectory.turns} == {
+        turn.agent for turn in judge.trajectory.turns if turn.parent is None
     }
 
 
@@ -2328,13 +2162,13 @@ async def test_an_agent_that_is_a_tool_has_sequences_of_its_own(judged, keeps):
         return call("librarian", input=f"Book-{calls}") if calls < 2 else "Both found."
 
     judge = judged(answer)
-    librarian = make_agent(judge.model, system_prompt="You look up facts.", name="librarian")
-    agent = make_agent(judge.model, [librarian.as_tool(preserve_context=keeps)])
+    librarian = judge.agent(system_prompt="You look up facts.", name="librarian")
+    agent = judge.agent([librarian.as_tool(preserve_context=keeps)])
     await agent.invoke_async("Find two books.")
-    assert "Found-3." in judge.server.requests[-1].text
+    assert "Found-3." in judge.prompt(-1)
     judge.check()
     expected = [[1, 1], [1, 1, 1]] if keeps else [[1], [1], [1, 1, 1]]
-    assert response_masks(judge.model.trajectory) == expected
+    assert judge.masks() == expected
 
 
 # Row 19
@@ -2348,10 +2182,10 @@ async def test_an_agent_in_a_synchronous_tool_has_a_sequence_of_its_own(judged):
         Args:
             question: What.
         """
-        return str(make_agent(judge.model, system_prompt="You know.")(question))
+        return str(judge.agent(system_prompt="You know.")(question))
 
     with judge.model.episode() as trajectory:
-        await make_agent(judge.model, [ask]).invoke_async("Ask.")
+        await judge.agent([ask]).invoke_async("Ask.")
     judge.check(trajectory)
     assert response_masks(trajectory) == [[1], [1, 1]]
 
@@ -2364,9 +2198,9 @@ async def test_a_judge_of_a_goal_is_an_agent_with_sequences_of_its_own(judged):
         return call("JudgeOutcome", passed="Answer-2" in request.text, feedback="TRY AGAIN")
 
     judge = judged(answer)
-    agent = make_agent(judge.model, plugins=[GoalLoop(goal="Be good.", max_attempts=3)])
+    agent = judge.agent(plugins=[GoalLoop(goal="Be good.", max_attempts=3)])
     await agent.invoke_async("Question?")
-    assert "TRY AGAIN" in judge.server.requests[2].text
+    assert "TRY AGAIN" in judge.prompt(2)
     judge.check()
     assert "TRY AGAIN" not in judge.server.tokenizer.decode(
         [token.token_id for token in judge.model.token_manager.tokens if token.loss_mask]
@@ -2383,7 +2217,7 @@ async def test_a_second_invocation_of_a_busy_agent_leaves_no_trace(judged):
         return "Late."
 
     judge = judged([slow])
-    agent = make_agent(judge.model)
+    agent = judge.agent()
     running = asyncio.ensure_future(agent.invoke_async("Question-0?"))
     await asked.wait()
     with pytest.raises(ConcurrencyException):
@@ -2391,7 +2225,7 @@ async def test_a_second_invocation_of_a_busy_agent_leaves_no_trace(judged):
     go_on.set()
     await running
     judge.check()
-    assert statuses(judge.model.trajectory) == ["answered"]
+    assert judge.statuses() == ["answered"]
 
 
 # Row 21
@@ -2406,7 +2240,7 @@ async def test_interleaved_invocations_lose_no_answer(judged, first_to_answer):
         return numbered(request)
 
     judge = judged([slow, slow, "Third."])
-    agent = make_agent(judge.model, concurrent_invocation_mode=ConcurrentInvocationMode.UNSAFE_REENTRANT)
+    agent = judge.agent(concurrent_invocation_mode=ConcurrentInvocationMode.UNSAFE_REENTRANT)
     running = []
     for i in range(2):
         running.append(asyncio.ensure_future(agent.invoke_async(f"Question-{i}?")))
@@ -2415,9 +2249,9 @@ async def test_interleaved_invocations_lose_no_answer(judged, first_to_answer):
         answered[i].set()
         await running[i]
     await agent.invoke_async("Question-2?")
-    judge.model.trajectory.settle(agent.messages)
+    judge.settle(agent)
     judge.check()
-    assert "discarded" not in statuses(judge.model.trajectory)
+    assert "discarded" not in judge.statuses()
 
 
 # Row 19
@@ -2425,14 +2259,14 @@ async def test_concurrent_mixed_episodes_are_recorded_apart(judged):
     judge = judged(computes)
 
     async def single():
-        await make_agent(judge.model, make_tools()[0]).invoke_async("Compute.")
+        await judge.agent(TOOLS).invoke_async("Compute.")
 
     async def graph():
         await make_graph(judge.model).invoke_async("Compute.")
 
     async def nested():
-        helper = make_agent(judge.model, system_prompt="You help.", name="calculator")
-        await make_agent(judge.model, [helper.as_tool()]).invoke_async("Compute.")
+        helper = judge.agent(system_prompt="You help.", name="calculator")
+        await judge.agent([helper.as_tool()]).invoke_async("Compute.")
 
     async def episode(play):
         with judge.model.episode() as trajectory:
@@ -2442,7 +2276,7 @@ async def test_concurrent_mixed_episodes_are_recorded_apart(judged):
     trajectories = await asyncio.gather(*(episode(play) for play in (single, graph, nested) * 3))
     judge.check(*trajectories)
     assert [len(trajectory) for trajectory in trajectories] == [2, 6, 4] * 3
-    assert len(judge.model.trajectory) == 0
+    assert len(judge.trajectory) == 0
 
 
 # Row 19
@@ -2452,7 +2286,7 @@ def test_agents_in_threads_share_a_model(judged):
 
     def play():
         with judge.model.episode() as trajectory:
-            make_agent(judge.model, make_tools()[0])("Compute.")
+            judge.agent(TOOLS)("Compute.")
         lengths.append(response_masks(trajectory))
         trajectories.append(trajectory)
 
@@ -2474,8 +2308,8 @@ async def test_an_agent_tool_asked_the_same_twice_keeps_both_answers(judged):
         return call("librarian", input="The book") if calls < 2 else "Both found."
 
     judge = judged(answer)
-    librarian = make_agent(judge.model, system_prompt="You look up facts.", name="librarian")
-    await make_agent(judge.model, [librarian.as_tool()]).invoke_async("Find it twice.")
+    librarian = judge.agent(system_prompt="You look up facts.", name="librarian")
+    await judge.agent([librarian.as_tool()]).invoke_async("Find it twice.")
     judge.check()
 
 
@@ -2497,14 +2331,14 @@ def answer(request):
 async def test_a_judge_is_recorded_untrained_in_any_order(judged, first):
     judge = judged(answer)
     agents = {
-        "actor": make_agent(judge.model),
-        "judge": make_agent(judge.model.auxiliary, make_tools()[0], system_prompt="You judge."),
+        "actor": judge.agent(),
+        "judge": make_agent(judge.model.auxiliary, TOOLS, system_prompt="You judge."),
     }
     for name in (first, *({"actor", "judge"} - {first})):
         await agents[name].invoke_async("Question?")
     helped = [i for i, request in enumerate(judge.server.requests) if "You judge." in request.text]
     judge.check(auxiliary=helped)
-    trajectory = judge.model.trajectory
+    trajectory = judge.trajectory
     assert [turn.index for turn in trajectory.turns if turn.is_auxiliary] == helped
     assert response_masks(trajectory) == [[1]]
     assert masks(trajectory) == [[1], [1, 1]]
@@ -2514,30 +2348,29 @@ async def test_a_judge_is_recorded_untrained_in_any_order(judged, first):
 
 async def test_a_helper_is_distinct_from_an_agent_saying_the_same(judged):
     judge = judged(lambda request: "The same.")
-    agents = [make_agent(judge.model), make_agent(judge.model.auxiliary), make_agent(judge.model)]
+    agents = [judge.agent(), make_agent(judge.model.auxiliary), judge.agent()]
     for question in ("One?", "Two?"):
         for agent in agents:
             await agent.invoke_async(question)
-    assert [turn.is_auxiliary for turn in judge.model.trajectory.turns] == [False, True, False] * 2
-    assert response_masks(judge.model.trajectory) == [[1, 1], [1, 1]]
-    assert masks(judge.model.trajectory) == [[1, 1]] * 3
+    assert [turn.is_auxiliary for turn in judge.trajectory.turns] == [False, True, False] * 2
+    assert judge.masks() == [[1, 1], [1, 1]]
+    assert masks(judge.trajectory) == [[1, 1]] * 3
 
 
 async def test_continuing_from_a_helper_trains_only_own_tokens(judged):
     judge = judged(["A draft.", "Better."])
     helper = make_agent(judge.model.auxiliary)
     await helper.invoke_async("Question?")
-    await make_agent(judge.model, messages=helper.messages).invoke_async("Make it better.")
-    judge.check(auxiliary=[0])
-    assert response_masks(judge.model.trajectory) == [[0, 1]]
-    assert masks(judge.model.trajectory) == [[1, 1]]
-    assert judge.model.token_manager.loss_mask == judge.model.trajectory.sequences()[0].loss_mask
+    await judge.agent(messages=helper.messages).invoke_async("Make it better.")
+    judge.check(auxiliary=[0], masks=[[0, 1]])
+    assert masks(judge.trajectory) == [[1, 1]]
+    assert judge.model.token_manager.loss_mask == judge.trajectory.sequences()[0].loss_mask
 
 
 @pytest.mark.parametrize("how", ["helper", "stream"])
 async def test_a_helpers_answer_that_the_agent_keeps_is_context(judged, how):
     judge = judged(numbered)
-    agent, question = make_agent(judge.model), {"role": "user", "content": [{"text": "Two?"}]}
+    agent, question = judge.agent(), user("Two?")
     await agent.invoke_async("One?")
     if how == "helper":
         helper = make_agent(judge.model.auxiliary, messages=list(agent.messages))
@@ -2547,9 +2380,9 @@ async def test_a_helpers_answer_that_the_agent_keeps_is_context(judged, how):
         asked = [*agent.messages, question]
         events = [one async for one in judge.model.stream(asked, None, agent.system_prompt, auxiliary=True)]
         text = "".join(one["contentBlockDelta"]["delta"]["text"] for one in events if "contentBlockDelta" in one)
-        agent.messages[:] = [*asked, {"role": "assistant", "content": [{"text": text}]}]
+        agent.messages[:] = [*asked, assistant(text)]
     await agent.invoke_async("Three?")
-    trajectory = judge.model.trajectory
+    trajectory = judge.trajectory
     assert [turn.is_auxiliary for turn in trajectory.turns] == [False, True, False]
     assert trajectory.turns[2].parent is trajectory.turns[1]
     assert response_masks(trajectory) == [[1, 0, 1]]
@@ -2571,18 +2404,18 @@ async def test_an_answer_that_a_helper_threw_away_is_discarded(judged):
     await helper.invoke_async("Question?")
     await helper.invoke_async("More?")
     judge.check(auxiliary=[0, 1, 2], discarded=[0])
-    assert statuses(judge.model.trajectory) == ["discarded", "committed", "answered"]
+    assert judge.statuses() == ["discarded", "committed", "answered"]
 
 
 async def test_a_call_without_an_agent_stays_trained_with_a_helper(judged):
     judge = judged(numbered)
-    question = [{"role": "user", "content": [{"text": "Question?"}]}]
+    question = [user("Question?")]
     async for _ in judge.model.stream(question):
         pass
     await make_agent(judge.model.auxiliary).invoke_async("Is that right?")
     async for _ in judge.model.auxiliary.stream(question, None, "Judge."):
         pass
-    assert [turn.is_auxiliary for turn in judge.model.trajectory.turns] == [False, True, True]
+    assert [turn.is_auxiliary for turn in judge.trajectory.turns] == [False, True, True]
 
 
 @needs_argument("__init__", "aux_model")
@@ -2594,12 +2427,11 @@ async def test_helpers_that_strands_makes_are_auxiliary(judged):
 
     judge = judged(answer)
     goal = GoalLoop(goal="Be good.", max_attempts=3)
-    agent = make_agent(judge.model, plugins=[goal], aux_model=judge.model.auxiliary)
+    agent = judge.agent(plugins=[goal], aux_model=judge.model.auxiliary)
     await agent.invoke_async("Question?")
     helped = [i for i, request in enumerate(judge.server.requests) if "JudgeOutcome" in request.text]
     assert len(helped) == 2
-    judge.check(auxiliary=helped)
-    assert response_masks(judge.model.trajectory) == [[1, 1]]
+    judge.check(auxiliary=helped, masks=[[1, 1]])
 
 
 async def test_a_summarizer_in_a_managers_thread_is_auxiliary(judged):
@@ -2610,13 +2442,13 @@ async def test_a_summarizer_in_a_managers_thread_is_auxiliary(judged):
     writer = make_agent(judge.model.auxiliary, system_prompt="You sum up.")
     manager = SummarizingConversationManager(summary_ratio=0.5, preserve_recent_messages=2, summarization_agent=writer)
     with judge.model.episode() as trajectory:
-        agent = make_agent(judge.model, conversation_manager=manager)
+        agent = judge.agent(conversation_manager=manager)
         for i in range(7):
             await agent.invoke_async(f"Question-{i}? " + "The weather in Paris is sunny today. " * 10)
     summaries = [i for i, request in enumerate(judge.server.requests) if "summarize this" in request.text]
     assert summaries
     judge.check(trajectory, auxiliary=summaries)
-    assert len(judge.model.trajectory) == 0
+    assert len(judge.trajectory) == 0
 
 
 async def test_a_helper_without_context_joins_its_earlier_episode(judged):
@@ -2629,7 +2461,7 @@ async def test_a_helper_without_context_joins_its_earlier_episode(judged):
 
     async def episode(name):
         with judge.model.episode() as trajectory:
-            agent = make_agent(judge.model)
+            agent = judge.agent()
             await agent.invoke_async(f"Question of {name}?")
             helper = make_agent(judge.model.auxiliary, messages=list(agent.messages), system_prompt="Judge.")
             await helper.invoke_async("Is that right?")
@@ -2641,19 +2473,19 @@ async def test_a_helper_without_context_joins_its_earlier_episode(judged):
     assert [[turn.is_auxiliary for turn in trajectory.turns] for trajectory in trajectories] == [
         [False, True, True, True]
     ] * 2
-    assert len(judge.model.trajectory) == 0
+    assert len(judge.trajectory) == 0
 
 
 async def test_auxiliary_turns_stay_auxiliary_in_a_file(judged, tmp_path):
     judge = judged(numbered)
-    helper, agent = make_agent(judge.model.auxiliary), make_agent(judge.model)
+    helper, agent = make_agent(judge.model.auxiliary), judge.agent()
     await helper.invoke_async("Judge!")
-    judge.model.trajectory.save(tmp_path / "t")
+    judge.trajectory.save(tmp_path / "t")
     judge.model.trajectory = Trajectory.load(tmp_path / "t")
     await agent.invoke_async("Question?")
     await helper.invoke_async("Judge again!")
-    assert [turn.is_auxiliary for turn in judge.model.trajectory.turns] == [True, False, True]
-    assert masks(judge.model.trajectory) == [[1], [1, 1]]
+    assert [turn.is_auxiliary for turn in judge.trajectory.turns] == [True, False, True]
+    assert masks(judge.trajectory) == [[1], [1, 1]]
 
 
 async def test_a_helper_has_the_models_current_configuration(judged):
@@ -2665,7 +2497,7 @@ async def test_a_helper_has_the_models_current_configuration(judged):
         judge.model.client,
         judge.model.tool_parser,
     )
-    assert view.trajectory is judge.model.trajectory
+    assert view.trajectory is judge.trajectory
     assert view.auxiliary is view
     assert not view.stateful
     judge.model.__class__ = type("Stateful", (SGLangModel,), {"stateful": True})
@@ -2708,12 +2540,12 @@ def routed(judges, tools=(), **kwargs):
 async def test_other_models_answers_are_prompt(judged):
     one = judged([call(expression="2 * 3"), "One says 6.", "One says bye."])
     two = judged(["Two says hello.", "Two says bye."])
-    agent = routed([one, two], make_tools()[0], strategy=Turns(0, 1))
+    agent = routed([one, two], TOOLS, strategy=Turns(0, 1))
     for question in ("Compute.", "Hello?", "Well?", "Bye."):
         await agent.invoke_async(question)
     for judge in (one, two):
         judge.check()
-        judge.model.trajectory.settle(agent.messages)
+        judge.settle(agent)
         judge.check()
     assert response_masks(one.model.trajectory) == [[1, 1, 1]]
     assert response_masks(two.model.trajectory) == [[1, 1]]
@@ -2728,7 +2560,7 @@ async def test_other_models_answers_are_prompt(judged):
 async def test_a_call_failed_over_to_another_model_is_trained_there(judged):
     one = judged([call(expression="2 * 3"), ScriptedFault(status=400), "One is back."])
     two = judged([numbered])
-    agent = routed([one, two], make_tools()[0])
+    agent = routed([one, two], TOOLS)
     await agent.invoke_async("Compute.")
     one.check()
     two.check()
@@ -2750,8 +2582,8 @@ async def test_if_every_model_fails_the_last_error_is_raised(judged):
     with pytest.raises((SGLangClientError, EventLoopException)):
         await routed(judges).invoke_async("Question?")
     for judge in judges:
-        assert statuses(judge.model.trajectory) == ["failed"]
-        assert judge.model.trajectory.sequences() == []
+        assert judge.statuses() == ["failed"]
+        assert judge.trajectory.sequences() == []
 
 
 # Row 23
@@ -2761,8 +2593,6 @@ async def test_a_router_of_model_and_auxiliary_trains_only_the_model(judged):
     from strands.models.routing import ModelRouter
 
     agent = make_agent(ModelRouter([judge.model, judge.model.auxiliary], strategy=Turns(0, 1)))
-    for i in range(3):
-        await agent.invoke_async(f"Question-{i}?")
-    assert [turn.is_auxiliary for turn in judge.model.trajectory.turns] == [False, True, False]
-    judge.check(auxiliary=[1])
-    assert response_masks(judge.model.trajectory) == [[1, 0, 1]]
+    await ask(agent, 3)
+    assert [turn.is_auxiliary for turn in judge.trajectory.turns] == [False, True, False]
+    judge.check(auxiliary=[1], masks=[[1, 0, 1]])

@@ -34,7 +34,7 @@ from strands.vended_plugins.steering import Guide, Proceed, SteeringHandler
 
 from strands_sglang import SGLangModel, TurnStatus
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
-from support.agents import call, has_module, make_agent, make_tools, needs_module
+from support.agents import assistant, call, has_module, make_agent, make_tools, needs_module
 
 COMPUTES = call(expression="2 * 3")
 AFTERWARDS = ("nothing", "a question", "a summary", "the same question")
@@ -266,7 +266,7 @@ async def test_middleware_asks_twice_or_makes_up_an_answer(check_row):
         async def make_up(context, next_fn):
             async for _ in next_fn(context):
                 pass
-            message = {"role": "assistant", "content": [{"text": "MADE UP"}]}
+            message = assistant("MADE UP")
             usage = {"inputTokens": 0, "outputTokens": 0, "totalTokens": 0}
             yield ModelStopReason(stop_reason="end_turn", message=message, usage=usage, metrics={"latencyMs": 0})
 
