@@ -64,15 +64,23 @@ from strands_sglang.templates.image_tokens import ImageInputs
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.tool_parsers import HermesToolParser
 from strands_sglang.trajectory.storage import TrajectoryFileError
-from support.agents import LetterTokenizer, assistant, call, make_agent, make_tools, user
+from support.agents import LetterTokenizer, assistant, call, make_agent, make_tools, statuses, user
 from support.environments import StubEnvironment, lines, tasks
 from support.recorder import Recorder, generation
 
 # === trajectory ===
 
 
-def test_a_conversation_that_grows_is_one_sequence():
-    recorder = Recorder()
+QUESTION = [user("q")]
+FOLLOW_UP = [*QUESTION, assistant("a"), user("r")]
+
+
+@pytest.fixture
+def recorder():
+    return Recorder()
+
+
+def test_a_conversation_that_grows_is_one_sequence(recorder):
     history = []
     for i in range(30):
         history += [user(f"q{i}")]
@@ -87,42 +95,30 @@ def test_a_conversation_that_grows_is_one_sequence():
     assert recorder.trajectory.latest_main_sequence().token_ids == sequence.token_ids
 
 
-def test_the_opening_prompt_can_be_seen_before_there_is_an_answer():
-    recorder = Recorder()
-    turn = recorder.ask([user("q")])
+def test_the_opening_prompt_can_be_seen_before_there_is_an_answer(recorder):
+    turn = recorder.ask(QUESTION)
     assert recorder.trajectory.latest_main_sequence().token_ids == list(turn.prompt_ids)
     recorder.trajectory.fail(turn, ValueError("x"))
     assert recorder.trajectory.latest_main_sequence().segments[0].token_ids == list(turn.prompt_ids)
     assert recorder.trajectory.sequences() == []
 
 
-def test_an_unanswered_observation_is_left_out():
-    recorder = Recorder()
-    first = recorder.call([user("q")], "a")
-    recorder.trajectory.fail(recorder.ask([user("q"), assistant("a"), user("r")]), ValueError("context is full"))
+def test_an_unanswered_observation_is_left_out(recorder):
+    first = recorder.call(QUESTION, "a")
+    recorder.trajectory.fail(recorder.ask(FOLLOW_UP), ValueError("context is full"))
     assert recorder.trajectory.latest_main_sequence().token_ids == first.token_ids()
 
 
-def test_a_retry_of_a_failed_call_replaces_it():
-    recorder = Recorder()
+def test_a_retry_of_a_failed_call_replaces_it(recorder):
     for _ in range(3):
-        recorder.trajectory.fail(recorder.ask([user("q")]), ConnectionError())
-    turn = recorder.call([user("q")])
+        recorder.trajectory.fail(recorder.ask(QUESTION), ConnectionError())
+    turn = recorder.call(QUESTION)
     assert recorder.trajectory.turns == [turn]
     assert turn.status is TurnStatus.ANSWERED
 
 
-def test_a_turn_is_committed_once_a_later_call_builds_on_it():
-    recorder = Recorder()
-    first = recorder.call([user("q")], "a")
-    assert first.status is TurnStatus.ANSWERED
-    recorder.call([user("q"), assistant("a"), user("r")])
-    assert first.status is TurnStatus.COMMITTED
-
-
-def test_a_cut_turn_keeps_its_tokens_and_is_never_extended():
-    recorder = Recorder()
-    turn = recorder.ask([user("q")])
+def test_a_cut_turn_keeps_its_tokens_and_is_never_extended(recorder):
+    turn = recorder.ask(QUESTION)
     recorder.trajectory.cut(turn, generation(7, 8, finish="abort"), RuntimeError("abort"))
     assert turn.status is TurnStatus.CUT
     assert recorder.trajectory.latest_main_sequence().segments[-1].token_ids == [7, 8]
@@ -130,7 +126,7 @@ def test_a_cut_turn_keeps_its_tokens_and_is_never_extended():
 
 
 def cut_turn(recorder, *tokens, agent=None, prompt=(1, 2), messages=None):
-    turn = recorder.ask(messages or [user("q")], agent=agent, prompt=list(prompt))
+    turn = recorder.ask(messages or QUESTION, agent=agent, prompt=list(prompt))
     recorder.trajectory.cut(turn, generation(*tokens, finish="abort"), RuntimeError("abort"))
     return turn
 
@@ -143,46 +139,42 @@ def sampled_in(trajectory):
     ]
 
 
-def test_a_resuming_call_replaces_the_cut_turn():
-    recorder = Recorder()
+def test_a_resuming_call_replaces_the_cut_turn(recorder):
     turn = cut_turn(recorder, 7, 8)
     recorder.trajectory.resume(turn)
     recorder.trajectory.resume(turn)  # it waits already
     assert (turn.status, turn.waits_to_go_on) == (TurnStatus.CUT, True)
     assert "[cut, waits to be resumed]" in recorder.trajectory.explain()
     assert sampled_in(recorder.trajectory) == [[7, 8]]  # until it continues, and if it never does
-    again = recorder.ask([user("q")], prompt=[1, 2])
+    again = recorder.ask(QUESTION, prompt=[1, 2])
     assert recorder.trajectory.turns == [again]
     assert again.resumes is turn.generation
 
 
 @pytest.mark.parametrize("call", [{"prompt": [1, 3]}, {"prompt": [1, 2], "constrained": True}])
-def test_a_cut_turn_stays_if_a_call_cannot_resume_it(call):
+def test_a_cut_turn_stays_if_a_call_cannot_resume_it(recorder, call):
     """Tokens never follow other tokens than those they were sampled after, and are never lost."""
-    recorder = Recorder()
     turn = cut_turn(recorder, 7, 8)
     recorder.trajectory.resume(turn)
-    other = recorder.ask([user("q")], **call)
+    other = recorder.ask(QUESTION, **call)
     assert other.resumes is None
     assert recorder.trajectory.turns == [turn, other]
     assert sampled_in(recorder.trajectory) == [[7, 8]]
 
 
-def test_a_resumed_call_that_fails_keeps_its_earlier_tokens():
-    recorder = Recorder()
+def test_a_resumed_call_that_fails_keeps_its_earlier_tokens(recorder):
     recorder.trajectory.resume(cut_turn(recorder, 7, 8))
     for _ in range(2):
-        recorder.trajectory.fail(recorder.ask([user("q")], prompt=[1, 2]), ConnectionError())
+        recorder.trajectory.fail(recorder.ask(QUESTION, prompt=[1, 2]), ConnectionError())
         assert sampled_in(recorder.trajectory) == [[7, 8]]
-    assert recorder.ask([user("q")], prompt=[1, 2]).resumes.output_ids.tolist() == [7, 8]
+    assert recorder.ask(QUESTION, prompt=[1, 2]).resumes.output_ids.tolist() == [7, 8]
 
 
-def test_agents_cut_at_the_same_question_resume_their_tokens():
+def test_agents_cut_at_the_same_question_resume_their_tokens(recorder):
     """Agents that are known by earlier answers, in any order."""
-    recorder = Recorder()
     agents = ["one", "two", "three"]
     for agent in agents:
-        recorder.call([user("q")], agent=agent)
+        recorder.call(QUESTION, agent=agent)
     history = [user("q"), assistant("ok"), user("r")]
     turns = {agent: cut_turn(recorder, 100 + i, agent=agent, messages=history) for i, agent in enumerate(agents)}
     for turn in turns.values():
@@ -192,11 +184,10 @@ def test_agents_cut_at_the_same_question_resume_their_tokens():
         assert (again.resumes, again.parent) == (turns[agent].generation, turns[agent].parent)
 
 
-def test_agents_made_again_resume_cut_turns_in_order():
+def test_agents_made_again_resume_cut_turns_in_order(recorder):
     """A restarted rollout has new agents, and Strands forgets an agent whose first call fails."""
-    recorder = Recorder()
     for agent in ("one", "two"):
-        recorder.call([user("q")], agent=agent)
+        recorder.call(QUESTION, agent=agent)
     history = [user("q"), assistant("ok"), user("r")]
     for agent, token in (("one", 100), ("two", 101)):
         recorder.trajectory.resume(cut_turn(recorder, token, agent=agent, messages=history))
@@ -206,10 +197,9 @@ def test_agents_made_again_resume_cut_turns_in_order():
     assert sampled_in(recorder.trajectory) != []
 
 
-def test_an_agent_that_was_not_cut_resumes_no_other_turn():
-    recorder = Recorder()
+def test_an_agent_that_was_not_cut_resumes_no_other_turn(recorder):
     for agent in ("one", "two"):
-        recorder.call([user("q")], agent=agent)
+        recorder.call(QUESTION, agent=agent)
     history = [user("q"), assistant("ok"), user("r")]
     turn = cut_turn(recorder, 100, agent="one", messages=history)
     recorder.trajectory.resume(turn)
@@ -217,29 +207,26 @@ def test_an_agent_that_was_not_cut_resumes_no_other_turn():
     assert recorder.ask(history, agent="one", prompt=[1, 2]).resumes is turn.generation
 
 
-def test_cut_attempts_of_one_agent_resume_in_order():
-    recorder = Recorder()
-    attempts = [recorder.ask([user("q")], agent="one", prompt=[1, 2]) for _ in range(3)]
+def test_cut_attempts_of_one_agent_resume_in_order(recorder):
+    attempts = [recorder.ask(QUESTION, agent="one", prompt=[1, 2]) for _ in range(3)]
     for i in (2, 0, 1):
         recorder.trajectory.cut(attempts[i], generation(100 + i, finish="abort"), RuntimeError("abort"))
         recorder.trajectory.resume(attempts[i])
-    again = [recorder.ask([user("q")], agent="one", prompt=[1, 2]) for _ in range(3)]
+    again = [recorder.ask(QUESTION, agent="one", prompt=[1, 2]) for _ in range(3)]
     assert [turn.resumes.output_ids.tolist() for turn in again] == [[100], [101], [102]]
 
 
-def test_another_agents_call_keeps_a_failed_one_recorded():
-    recorder = Recorder()
-    failed = recorder.ask([user("q")], agent="one")
+def test_another_agents_call_keeps_a_failed_one_recorded(recorder):
+    failed = recorder.ask(QUESTION, agent="one")
     recorder.trajectory.fail(failed, ConnectionError())
-    answered = recorder.call([user("q")], agent="two")
+    answered = recorder.call(QUESTION, agent="two")
     assert recorder.trajectory.turns == [failed, answered]
-    again = recorder.call([user("q")], agent="one")
+    again = recorder.call(QUESTION, agent="one")
     assert recorder.trajectory.turns == [answered, again]
 
 
-def test_an_abort_before_the_first_token_is_a_failure():
-    recorder = Recorder()
-    turn = recorder.ask([user("q")])
+def test_an_abort_before_the_first_token_is_a_failure(recorder):
+    turn = recorder.ask(QUESTION)
     recorder.trajectory.cut(turn, generation(finish="abort"), RuntimeError("abort"))
     assert turn.status is TurnStatus.FAILED
 
@@ -250,23 +237,21 @@ def test_an_abort_before_the_first_token_is_a_failure():
         ([user("q"), assistant("b"), user("r")], {}, "message 1 (assistant) is not the recorded one (assistant)"),
         ([user("p"), assistant("a"), user("r")], {}, "message 0 (user) is not the recorded one (user)"),
         ([user("q"), user("r")], {}, "message 1 (user) is not the recorded one (assistant)"),
-        ([user("q")], {}, "it stops after message 0, before the recorded answer"),
-        ([user("q"), assistant("a"), user("r")], {"system prompt": "new"}, "the system prompt changed"),
+        (QUESTION, {}, "it stops after message 0, before the recorded answer"),
+        (FOLLOW_UP, {"system prompt": "new"}, "the system prompt changed"),
     ],
 )
-def test_anything_but_an_exact_prefix_opens_a_sequence(messages, parts, reason):
-    recorder = Recorder()
-    recorder.call([user("q")], "a")
+def test_anything_but_an_exact_prefix_opens_a_sequence(recorder, messages, parts, reason):
+    recorder.call(QUESTION, "a")
     turn = recorder.call(messages, **parts)
     assert turn.parent is None
     assert reason in turn.reason
     assert "compared with call 0" in turn.reason
 
 
-def test_forks_share_their_prefix_and_train_it_once():
-    recorder = Recorder()
-    recorder.call([user("q")], "a")
-    recorder.call([user("q"), assistant("a"), user("r")])
+def test_forks_share_their_prefix_and_train_it_once(recorder):
+    recorder.call(QUESTION, "a")
+    recorder.call(FOLLOW_UP)
     recorder.call([user("q"), assistant("a"), user("s")])
     first, second = recorder.trajectory.sequences()
     assert first.token_ids[:4] == second.token_ids[:4]
@@ -276,16 +261,14 @@ def test_forks_share_their_prefix_and_train_it_once():
     assert recorder.trajectory.latest_main_sequence().loss_mask == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_a_fork_names_the_difference_from_the_earlier_call():
-    recorder = Recorder()
-    recorder.call([user("q")], "a")
-    recorder.call([user("q"), assistant("a"), user("r")], "b")
+def test_a_fork_names_the_difference_from_the_earlier_call(recorder):
+    recorder.call(QUESTION, "a")
+    recorder.call(FOLLOW_UP, "b")
     fork = recorder.call([user("q"), assistant("a"), user("EDITED"), assistant("b"), user("s")])
     assert fork.reason.startswith("forks after call 0: message 2 (user) is not the recorded one (user)")
 
 
-def test_failures_of_two_calls_are_kept_apart():
-    recorder = Recorder()
+def test_failures_of_two_calls_are_kept_apart(recorder):
     one, two = recorder.ask([user("one")]), recorder.ask([user("two")])
     recorder.trajectory.fail(one, ConnectionError())
     recorder.trajectory.fail(two, ConnectionError())
@@ -293,18 +276,8 @@ def test_failures_of_two_calls_are_kept_apart():
     assert recorder.trajectory.turns == [two, again]
 
 
-def test_tokens_sampled_under_a_grammar_are_never_trained():
-    recorder = Recorder()
-    recorder.call([user("q")], "a", constrained=True)
-    after = recorder.call([user("q"), assistant("a"), user("r")])
-    (sequence,) = recorder.trajectory.sequences()
-    assert sequence.token_ids == after.token_ids()
-    assert sequence.loss_mask == [0, 0, 0, 0, 0, 0, 1, 1]
-
-
-def test_a_call_from_outside_the_loop_is_left_aside():
-    recorder = Recorder()
-    first = recorder.call([user("q")], "a")
+def test_a_call_from_outside_the_loop_is_left_aside(recorder):
+    first = recorder.call(QUESTION, "a")
     recorder.call([user("q"), assistant("a"), user("judge it")], auxiliary=True)
     assert recorder.trajectory.latest_main_sequence().token_ids == first.token_ids()
     assert first.status is TurnStatus.ANSWERED
@@ -313,17 +286,15 @@ def test_a_call_from_outside_the_loop_is_left_aside():
     assert (main.loss_mask, judge.loss_mask) == ([0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1])
 
 
-def test_later_calls_without_an_agent_are_auxiliary():
-    recorder = Recorder()
-    main = recorder.call([user("q")], agent="A")
+def test_later_calls_without_an_agent_are_auxiliary(recorder):
+    main = recorder.call(QUESTION, agent="A")
     after = recorder.call([user("summarize that")])
     assert [turn.is_auxiliary for turn in (main, after)] == [False, True]
     assert [sequence.token_ids for sequence in recorder.trajectory.sequences()] == [main.token_ids()]
     assert recorder.trajectory.latest_main_sequence().token_ids == main.token_ids()
 
 
-def test_calls_before_the_first_agent_stay_trained(caplog):
-    recorder = Recorder()
+def test_calls_before_the_first_agent_stay_trained(recorder, caplog):
     history = [user("my own loop"), assistant("a"), user("r")]
     recorder.call(history[:1], "a")
     helper = recorder.call([user("a helper's")], auxiliary=True)
@@ -331,47 +302,30 @@ def test_calls_before_the_first_agent_stay_trained(caplog):
     (before,) = recorder.trajectory.sequences()
     assert not caplog.records
     for agent in "AB":
-        recorder.call([user("q")], agent=agent)
+        recorder.call(QUESTION, agent=agent)
     assert recorder.trajectory.sequences()[0].loss_mask == before.loss_mask == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [turn for turn in recorder.trajectory.turns if turn.is_auxiliary] == [helper]
     (record,) = caplog.records
     assert "calls=<2>" in record.getMessage()
 
 
-def test_a_caller_can_keep_a_call_without_an_agent_trained():
-    recorder = Recorder()
-    recorder.call([user("q")], agent="A")
+def test_a_caller_can_keep_a_call_without_an_agent_trained(recorder):
+    recorder.call(QUESTION, agent="A")
     own = recorder.call([user("my own loop")], auxiliary=False)
     assert not own.is_auxiliary
     assert len(recorder.trajectory.sequences()) == 2
 
 
-def test_two_agents_that_said_the_same_are_distinct():
-    recorder = Recorder()
-    turns = {agent: recorder.call([user("q")], "a", agent=agent) for agent in "AB"}
-    assert turns["A"].answer_key == turns["B"].answer_key
-    for agent in "AB":
-        after = recorder.call([user("q"), assistant("a"), user("r")], agent=agent)
-        assert after.parent is turns[agent]
-
-
-def test_an_agent_without_own_turns_extends_another():
-    recorder = Recorder()
-    turn = recorder.call([user("q")], "a", agent="A")
-    assert recorder.call([user("q"), assistant("a"), user("r")], agent="restored").parent is turn
-
-
 THROWN_AWAY = {
-    "the call is retried": [user("q")],
+    "the call is retried": QUESTION,
     "a guide follows instead": [user("q"), user("Think again.")],
     "another answer is there": [user("q"), assistant("Cancelled by user"), user("r")],
 }
 
 
 @pytest.mark.parametrize("what", THROWN_AWAY)
-def test_an_answer_that_its_agent_skips_is_discarded(what):
-    recorder = Recorder()
-    thrown = recorder.call([user("q")], "a", agent="A")
+def test_an_answer_that_its_agent_skips_is_discarded(recorder, what):
+    thrown = recorder.call(QUESTION, "a", agent="A")
     kept = recorder.call(THROWN_AWAY[what], "b", agent="A")
     assert thrown.status is TurnStatus.DISCARDED
     assert [sequence.token_ids for sequence in recorder.trajectory.sequences()] == [kept.token_ids()]
@@ -379,61 +333,20 @@ def test_an_answer_that_its_agent_skips_is_discarded(what):
     assert [sequence.token_ids for sequence in everything] == [thrown.token_ids(), kept.token_ids()]
 
 
-def test_another_agents_answer_to_the_question_is_kept():
-    recorder = Recorder()
-    turns = [recorder.call([user("q")], "a", agent=agent) for agent in "AB"]
-    assert [turn.status for turn in turns] == [TurnStatus.ANSWERED] * 2
-
-
-def test_a_cut_answer_that_is_rewritten_is_not_discarded():
-    recorder = Recorder()
-    cut = recorder.call([user("q")], "half a call", finish="length", agent="A")
-    recorder.call([user("q"), assistant("it was incomplete"), user("r")], agent="A")
-    assert cut.status is TurnStatus.ANSWERED
-    assert len(recorder.trajectory.sequences()) == 2
-
-
-def test_an_answer_in_a_shortened_history_is_not_discarded():
-    recorder = Recorder()
-    turn = recorder.call([user("long ago"), assistant("old"), user("q")], "a", agent="A")
-    recorder.call([user("q"), assistant("a"), user("r")], agent="A")
-    assert turn.status is TurnStatus.ANSWERED
-
-
 # --- settle ---
 
 
-def test_the_answer_that_the_messages_end_with_is_final():
-    recorder = Recorder()
-    first = recorder.call([user("q")], "a", agent="A")
-    last = recorder.call([user("q"), assistant("a"), user("r")], "b", agent="A")
-    recorder.trajectory.settle([user("q"), assistant("a"), user("r"), assistant("b")])
-    assert (first.status, last.status) == (TurnStatus.COMMITTED, TurnStatus.FINAL)
-
-
-def test_other_answers_to_the_question_are_discarded():
-    recorder = Recorder()
-    tries = []
-    for answer in "abc":  # best of three: the middleware asks with one state
-        tries.append(recorder.call([user("q")], answer, agent="A"))
-    recorder.trajectory.settle([user("q"), assistant("b")])
-    assert [turn.status.value for turn in tries] == ["discarded", "final", "discarded"]
-    assert [sequence.token_ids for sequence in recorder.trajectory.sequences()] == [tries[1].token_ids()]
-
-
-def test_another_agents_answers_stay_as_they_are():
-    recorder = Recorder()
-    turns = {agent: recorder.call([user("q")], agent, agent=agent) for agent in "AB"}
+def test_another_agents_answers_stay_as_they_are(recorder):
+    turns = {agent: recorder.call(QUESTION, agent, agent=agent) for agent in "AB"}
     recorder.trajectory.settle([user("q"), assistant("A")])
     assert (turns["A"].status, turns["B"].status) == (TurnStatus.FINAL, TurnStatus.ANSWERED)
     recorder.trajectory.settle([user("q"), assistant("B")])
     assert (turns["A"].status, turns["B"].status) == (TurnStatus.FINAL, TurnStatus.FINAL)
 
 
-def test_an_answer_continued_by_another_agent_is_not_judged():
-    recorder = Recorder()
-    recorder.call([user("q")], "a", agent="A")
-    history = [user("q"), assistant("a"), user("r")]
+def test_an_answer_continued_by_another_agent_is_not_judged(recorder):
+    recorder.call(QUESTION, "a", agent="A")
+    history = FOLLOW_UP
     kept = recorder.call(history, "b", agent="A")
     thrown = recorder.call(history, "c", agent="B")
     recorder.trajectory.settle([*history, assistant("Cancelled by user")])  # B's
@@ -442,8 +355,7 @@ def test_an_answer_continued_by_another_agent_is_not_judged():
     assert (kept.status, thrown.status) == (TurnStatus.FINAL, TurnStatus.ANSWERED)
 
 
-def test_an_agent_that_ends_takes_no_token_from_another_s_request(monkeypatch):
-    recorder = Recorder()
+def test_an_agent_that_ends_takes_no_token_from_another_s_request(recorder, monkeypatch):
     recorder.call([user("a")], agent="one")
     turn = recorder.ask([user("a"), assistant("ok"), user("b")], agent="one")
     encode = EncodedIds.of
@@ -457,25 +369,15 @@ def test_an_agent_that_ends_takes_no_token_from_another_s_request(monkeypatch):
     assert json.loads(b"[" + b",".join(encoded.pieces) + b"]") == turn.token_ids()
 
 
-def test_shortened_messages_settle_nothing():
-    recorder = Recorder()
-    turn = recorder.call([user("q")], "a", agent="A")
+def test_shortened_messages_settle_nothing(recorder):
+    turn = recorder.call(QUESTION, "a", agent="A")
     recorder.trajectory.settle([user("another"), assistant("a")])
     assert turn.status is TurnStatus.ANSWERED
 
 
-def test_the_last_answer_that_was_cancelled_is_discarded():
-    recorder = Recorder()
-    first = recorder.call([user("q")], "a", agent="A")
-    last = recorder.call([user("q"), assistant("a"), user("r")], "b", agent="A")
-    recorder.trajectory.settle([user("q"), assistant("a"), user("r"), assistant("Cancelled by user")])
-    assert (first.status, last.status) == (TurnStatus.COMMITTED, TurnStatus.DISCARDED)
-
-
-def test_a_turn_with_a_dropped_token_ends_its_own_sequence():
-    recorder = Recorder()
-    first = recorder.call([user("q")], "a")
-    after = recorder.call([user("q"), assistant("a"), user("r")], "b", kept=1)
+def test_a_turn_with_a_dropped_token_ends_its_own_sequence(recorder):
+    first = recorder.call(QUESTION, "a")
+    after = recorder.call(FOLLOW_UP, "b", kept=1)
     assert after.prompt_tokens == len(after.token_ids()) - len(after.output_ids)
     one, other = recorder.trajectory.sequences()
     assert (one.token_ids, one.loss_mask) == (first.token_ids(), [0, 0, 1, 1])
@@ -483,10 +385,9 @@ def test_a_turn_with_a_dropped_token_ends_its_own_sequence():
     assert after.token_ids() == other.token_ids
 
 
-def test_the_explanation_covers_every_call():
-    recorder = Recorder()
-    recorder.call([user("q")], "a")
-    recorder.call([user("q"), assistant("a"), user("r")])
+def test_the_explanation_covers_every_call(recorder):
+    recorder.call(QUESTION, "a")
+    recorder.call(FOLLOW_UP)
     recorder.call([user("edited")])
     recorder.trajectory.fail(recorder.ask([user("never answered")]), RuntimeError("server gone"))
     lines = recorder.trajectory.explain().splitlines()
@@ -496,8 +397,7 @@ def test_the_explanation_covers_every_call():
     assert lines[3].endswith("[failed]: RuntimeError: server gone")
 
 
-def test_explanations_indent_only_forks():
-    recorder = Recorder()
+def test_explanations_indent_only_forks(recorder):
     history = []
     for i in range(100):
         history.append(user(f"q{i}"))
@@ -510,9 +410,8 @@ def test_explanations_indent_only_forks():
     assert steps == [0, *[2] * 99, 4, 0]
 
 
-def test_the_explanation_has_the_reasons_of_discards():
-    recorder = Recorder()
-    for messages in ([user("q")], [user("q")], [user("q"), user("Think again.")]):
+def test_the_explanation_has_the_reasons_of_discards(recorder):
+    for messages in (QUESTION, QUESTION, [user("q"), user("Think again.")]):
         recorder.call(messages, "a", agent="A")
     recorder.trajectory.settle([user("q"), user("Think again.")])
     notes = [turn.note for turn in recorder.trajectory.turns]
@@ -525,40 +424,36 @@ def test_the_explanation_has_the_reasons_of_discards():
 
 
 @pytest.mark.parametrize("first_end", ["cut", "discarded"])
-def test_the_main_sequence_is_the_attempt_that_the_agent_kept(first_end):
-    recorder = Recorder()
+def test_the_main_sequence_is_the_attempt_that_the_agent_kept(recorder, first_end):
     if first_end == "cut":
-        recorder.trajectory.cut(recorder.ask([user("q")]), generation(90, 91, finish="abort"), RuntimeError("abort"))
+        recorder.trajectory.cut(recorder.ask(QUESTION), generation(90, 91, finish="abort"), RuntimeError("abort"))
     else:
-        recorder.call([user("q")], "thrown away by a hook")
-    kept = recorder.call([user("q")], "kept")
+        recorder.call(QUESTION, "thrown away by a hook")
+    kept = recorder.call(QUESTION, "kept")
     assert recorder.trajectory.latest_main_sequence().token_ids == kept.token_ids()
     after = recorder.call([user("q"), assistant("kept"), user("r")])
     assert recorder.trajectory.latest_main_sequence().token_ids == after.token_ids()
 
 
 @pytest.mark.parametrize("kept", "abc")
-def test_the_main_sequence_ends_with_the_kept_answer(kept):
-    recorder = Recorder()
-    tries = {answer: recorder.call([user("q")], answer, agent="A") for answer in "abc"}
+def test_the_main_sequence_ends_with_the_kept_answer(recorder, kept):
+    tries = {answer: recorder.call(QUESTION, answer, agent="A") for answer in "abc"}
     recorder.trajectory.settle([user("q"), assistant(kept)])
     main = recorder.trajectory.latest_main_sequence()
     assert (main.token_ids, main.loss_mask) == (tries[kept].token_ids(), [0, 0, 1, 1])
 
 
-def test_without_kept_answers_the_main_sequence_trains_nothing():
-    recorder = Recorder()
-    turn = recorder.call([user("q")], "a", agent="A")
+def test_without_kept_answers_the_main_sequence_trains_nothing(recorder):
+    turn = recorder.call(QUESTION, "a", agent="A")
     recorder.trajectory.settle([user("q"), assistant("Cancelled by user")])
     main = recorder.trajectory.latest_main_sequence()
     assert (main.token_ids, main.loss_mask) == (turn.token_ids(), [0, 0, 0, 0])
     assert recorder.trajectory.sequences() == []
 
 
-def test_an_aborted_attempt_does_not_claim_shared_history():
-    recorder = Recorder()
-    recorder.call([user("q")], "a")
-    history = [user("q"), assistant("a"), user("r")]
+def test_an_aborted_attempt_does_not_claim_shared_history(recorder):
+    recorder.call(QUESTION, "a")
+    history = FOLLOW_UP
     recorder.trajectory.cut(recorder.ask(history), generation(90, 91, finish="abort"), RuntimeError("abort"))
     recorder.call(history, "b")
     kept, aborted = recorder.trajectory.sequences()
@@ -566,9 +461,8 @@ def test_an_aborted_attempt_does_not_claim_shared_history():
     assert aborted.loss_mask == [0, 0, 0, 0, 0, 0, 1, 1]
 
 
-def test_segments_keep_weight_version_and_finish_reason():
-    recorder = Recorder()
-    turn = recorder.ask([user("q")])
+def test_segments_keep_weight_version_and_finish_reason(recorder):
+    turn = recorder.ask(QUESTION)
     versions = (VersionSpan("v6", 0, 2), VersionSpan("v7", 2, 3))
     answer = Generation(
         array("i", [1, 2, 3]), None, finish_type="length", weight_version="v7", weight_versions=versions
@@ -582,30 +476,20 @@ def test_segments_keep_weight_version_and_finish_reason():
     assert sequence.policy_versions == [*[None] * len(prompt), "v6", "v6", "v7"]
 
 
-def test_tokens_kept_by_a_fork_keep_their_versions():
-    recorder = Recorder()
-    turn = recorder.ask([user("q")])
+def test_tokens_kept_by_a_fork_keep_their_versions(recorder):
+    turn = recorder.ask(QUESTION)
     versions = (VersionSpan("v6", 0, 2), VersionSpan("v7", 2, 3))
     answer = Generation(array("i", [1, 2, 3]), None, finish_type="stop", weight_versions=versions)
     recorder.trajectory.answer(turn, answer, assistant("a"))
-    kept = recorder.ask([user("q"), assistant("a"), user("r")], kept=2)
+    kept = recorder.ask(FOLLOW_UP, kept=2)
     recorder.trajectory.answer(kept, Generation(array("i", [4]), None, finish_type="stop"), assistant("b"))
     forked = recorder.trajectory.sequences()[-1]
     assert [version for version in forked.policy_versions if version] == ["v6", "v6"]
 
 
-def test_the_main_sequence_is_of_the_first_conversation():
-    recorder = Recorder()
-    recorder.call([user("q")], "a")
-    recorder.call([user("sub-agent")], "b", **{"system prompt": "sub"})
-    recorder.call([user("q"), assistant("a"), user("r")])
-    assert recorder.trajectory.latest_main_sequence().token_ids == [0, 1, 2, 3, 8, 9, 10, 11]
-
-
-def test_observations_have_logprob_zero_and_the_opening_none():
-    recorder = Recorder()
-    recorder.call([user("q")], "a")
-    recorder.call([user("q"), assistant("a"), user("r")])
+def test_observations_have_logprob_zero_and_the_opening_none(recorder):
+    recorder.call(QUESTION, "a")
+    recorder.call(FOLLOW_UP)
     sequence = recorder.trajectory.latest_main_sequence()
     assert sequence.logprobs == [None, None, -0.5, -0.5, 0.0, 0.0, -0.5, -0.5]
 
@@ -630,43 +514,6 @@ def test_any_rewriting_trains_each_token_once(calls):
 
 
 # === episodes on one model object: each has a trajectory of its own ===
-
-
-async def test_concurrent_episodes_are_recorded_apart(rollout):
-    def outputs(server):
-        return sum(len(response.body["output_ids"]) for response in server.responses)
-
-    server, model = rollout(lambda request: call(expression="2 * 3") if "<tool_response>" not in request.text else "ok")
-
-    async def episode():
-        with model.episode() as trajectory:
-            await make_agent(model, make_tools()[0]).invoke_async("2 times 3?")
-            assert model.trajectory is trajectory
-            assert model.token_manager.token_ids == trajectory.sequences()[0].token_ids
-            return trajectory
-
-    trajectories = await asyncio.gather(*(episode() for _ in range(8)))
-    assert [len(trajectory) for trajectory in trajectories] == [2] * 8
-    assert len(model.trajectory) == 0
-    assert sum(sum(t.sequences()[0].loss_mask) for t in trajectories) == outputs(server)
-
-
-def test_episodes_in_threads_are_recorded_apart(rollout):
-    _, model = rollout(lambda request: "ok")
-    lengths = []
-
-    def run():
-        with model.episode() as trajectory:
-            make_agent(model)("hi")
-            make_agent(model)("hi")
-        lengths.append((len(trajectory), len(trajectory.sequences())))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert lengths == [(2, 2)] * 4
 
 
 async def test_a_task_that_outlives_its_episode_joins_the_running_one(rollout, caplog):
@@ -830,7 +677,7 @@ async def test_calls_without_agent_or_context_are_recorded_outside(rollout, capl
     _, model = rollout(lambda request: f"answer {request.index}")
 
     async def summary(messages):
-        async for _ in model.stream([*messages, {"role": "user", "content": [{"text": "Summarize."}]}]):
+        async for _ in model.stream([*messages, user("Summarize.")]):
             pass
 
     with model.episode() as trajectory:
@@ -879,18 +726,6 @@ async def test_an_episodes_record_stays_readable(rollout):
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=8)
 logprobs = st.floats(max_value=0.0, allow_nan=False, allow_infinity=False)
-
-
-def test_prompt_tokens_have_mask_zero_and_responses_mask_one():
-    tm = TokenManager()
-    tm.add_prompt([1, 2, 3])
-    tm.add_response([4, 5], [-0.1, -0.2])
-    tm.add_prompt([6], [0.0])
-
-    assert tm.token_ids == [1, 2, 3, 4, 5, 6]
-    assert tm.loss_mask == [0, 0, 0, 1, 1, 0]
-    assert tm.logprobs == [None, None, None, -0.1, -0.2, 0.0]
-    assert len(tm) == 6
 
 
 def test_segments_are_sequences_of_tokens():
@@ -1062,22 +897,10 @@ async def test_a_loaded_trajectory_knows_and_judges_answers(rollout, tmp_path):
     model.trajectory.save(tmp_path / "t")
     model.trajectory = loaded = Trajectory.load(tmp_path / "t")
     loaded.settle(agent.messages)
-    assert [turn.status.value for turn in loaded.turns] == ["discarded", "discarded"]
+    assert statuses(loaded) == ["discarded", "discarded"]
     assert [turn.note for turn in loaded.turns] == [
         f"message {i} (assistant) replaced it, with other text" for i in (1, 3)
     ]
-
-
-async def test_a_loaded_trajectory_is_extended_like_the_saved_one(rollout, tmp_path):
-    server, model = rollout(["One.", "Two."])
-    agent = make_agent(model)
-    await agent.invoke_async("a")
-    model.trajectory.save(tmp_path / "t")
-    model.trajectory = Trajectory.load(tmp_path / "t")
-    await agent.invoke_async("b")
-    (sequence,) = model.trajectory.sequences()
-    assert sequence.token_ids == server.requests[1].input_ids + server.responses[1].body["output_ids"]
-    assert sum(sequence.loss_mask) == sum(len(response.body["output_ids"]) for response in server.responses)
 
 
 def with_another_id(tokenizer, token_id):
@@ -1233,12 +1056,12 @@ def test_images_come_back_bit_by_bit(tmp_path):
     halves = torch.tensor([[0.5, -1.25]], dtype=torch.bfloat16)  # a type that numpy lacks
     tensors = {"pixel_values": pixels, "grid": torch.tensor([[1, 2, 3]]), "halves": halves}
     images = ImageInputs(pictures, array("i", [5, 6]), tensors)
-    messages = [{"role": "user", "content": [{"text": "What is that?"}]}]
+    messages = [user("What is that?")]
     recorded = Trajectory()
     asked = fingerprint({}, messages)
     turn = recorded.ask(recorded.attach(asked, messages), asked, [5, 5, 5, 6], images=images)
     generation = Generation(array("i", [7]), array("d", [-1.0]), "stop")
-    recorded.answer(turn, generation, {"role": "assistant", "content": [{"text": "a"}]})
+    recorded.answer(turn, generation, assistant("a"))
     recorded.save(tmp_path / "t")
     loaded = Trajectory.load(tmp_path / "t")
     assert loaded.turns[0].images.pictures == pictures
@@ -1554,10 +1377,10 @@ async def test_a_long_episode_crosses_in_a_size_linear_in_its_tokens(rollout, cr
     _, model = rollout(lambda request: ScriptedAnswer("ok"), server={"context_length": 10**6})
     messages, sizes = [], {}
     for number in range(1, 401):
-        messages += [{"role": "user", "content": [{"text": "q"}]}]
+        messages += [user("q")]
         async for _ in model.stream(messages):
             pass
-        messages += [{"role": "assistant", "content": [{"text": "ok"}]}]
+        messages += [assistant("ok")]
         if number in (200, 400):
             sizes[number] = len(pickle.dumps(model.trajectory.turns))
     there = cross(model.trajectory.turns)
@@ -1592,7 +1415,7 @@ def test_an_old_trajectory_reads_as_it_did_when_it_was_written(path, tmp_path):
     def facts(trajectory):
         """What this code reads from a trajectory."""
         return {
-            "statuses": [turn.status.value for turn in trajectory.turns],
+            "statuses": statuses(trajectory),
             "auxiliary": [turn.is_auxiliary for turn in trajectory.turns],
             "sent_ids": [turn.sent_ids() for turn in trajectory.turns],
             "policy_versions": [list(sequence.policy_versions) for sequence in trajectory.sequences()],
