@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..credit import Episode, as_number
 from ..outcomes import TerminationReason
-from ..reasons import Reason
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
 from .records import (
@@ -203,10 +202,10 @@ class _Record:
             agent=metadata.get("agent"),
         )
         if parent is None:
-            own = add_call(self.turns, call, None, Reason("opens"))
+            own = add_call(self.turns, call, None)
         else:
-            why = Reason("continues", detail=(f"{parent.name}: its tokens are a prefix",))
-            own = add_call(self.turns, call, place_in(parent.turns, kept), why)
+            place = place_in(parent.turns, kept)
+            own = add_call(self.turns, call, place, f"{parent.name}: its tokens are a prefix")
         for turn in own:
             turn.is_auxiliary = metadata.get("auxiliary") is True
         self.calls[entry["node_id"]] = _Call(name, ids, len(output), own)

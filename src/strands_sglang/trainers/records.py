@@ -214,7 +214,9 @@ def name_in(value: Any, name: str, kinds: Any = str | int | float | None) -> Any
     return value
 
 
-def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | None] | None, why: Reason) -> list[Turn]:
+def add_call(
+    turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | None] | None, extended: str = ""
+) -> list[Turn]:
     """Append the turns of a call.
 
     Args:
@@ -222,7 +224,7 @@ def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | Non
         call: The call.
         place: The turn that it extends, with the number of that turn's sampled ids that it keeps, None for all; None if
             it opens a sequence.
-        why: Why it extends that turn or opens a sequence.
+        extended: What it extends, in words.
 
     Returns:
         Its own turns, one for each run of equal mask.
@@ -236,6 +238,7 @@ def add_call(turns: list[Turn], call: RecordedCall, place: tuple[Turn, int | Non
         raise ValueError(f"{call.name}: it opens a sequence, but has no prompt token")
     prompt_ids = array("i", call.prompt_ids)
     before = len(turns)
+    why = Reason("opens") if parent is None else Reason("continues", detail=(extended,))
     for start, stop, is_trained in _runs(call.mask):
         spans = clip_spans(call.versions, start, stop)
         turn = Turn(

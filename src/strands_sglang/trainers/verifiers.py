@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from ..credit import Episode
 from ..outcomes import TerminationReason
 from ..protocol.generation import clip_spans
-from ..reasons import Reason
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
 from .records import RecordedCall, RecordError, add_call, left_out_reason, name_in, spans_in, trained_turns
@@ -218,8 +217,10 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
             places.append((before, pending))
             continue
         # The prompt of a generation is on its node, and perhaps what the template writes after it.
-        first = mask.index(True) if any(mask) else 0
-        last = len(mask) - mask[::-1].index(True) if any(mask) else len(mask)
+        first, last = 0, len(mask)
+        if any(mask):
+            first = mask.index(True)
+            last -= mask[::-1].index(True)
         logprobs = node.get("logprobs") or ()
         if sum(mask) != len(logprobs):
             raise RecordError(f"{name}: {sum(mask)} trained tokens with {len(logprobs)} logprobs", "logprobs")
@@ -237,10 +238,8 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
             agent=(info.get("agents") or {}).get(str(number)),
             discarded=number not in kept,
         )
-        if before is None:
-            own = add_call(turns, call, None, Reason("opens"))
-        else:
-            own = add_call(turns, call, (before, None), Reason("continues", detail=(f"node {parent}",)))
+        place = None if before is None else (before, None)
+        own = add_call(turns, call, place, f"node {parent}")
         places.append((own[-1], list(ids[last:])))
     return turns
 

@@ -32,7 +32,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from strands import Agent
 from strands.agent.conversation_manager import NullConversationManager
@@ -441,7 +441,7 @@ class Rollout:
             client=get_client_from_slime_args(args, **(settings.client_settings or {})),
             tool_parser=settings.tool_parser,
             processor=processor,
-            **cast(Any, {**config, **given, "max_context_tokens": longest}),
+            **{**config, **given, "max_context_tokens": longest},
         )
         model.trajectory = self.trajectory
         model.on_request = self.on_request
