@@ -277,8 +277,8 @@ class TrainingRows(Sequence[TrainingRow]):
             name: np.fromiter(chain.from_iterable(parts), kind) for name, (kind, parts) in columns.items()
         }
         tensors["row_offsets"] = np.asarray([0, *accumulate(map(len, self.rows))], "<i8")
-        weights = [row.loss_weight for row in self.rows if row.loss_weight is not None]
-        if weights and len(weights) == len(self):
+        weights = [row.loss_weight for row in self.rows]
+        if weights and None not in weights:
             tensors["loss_weights"] = np.asarray(weights, "<f8")
         description = {
             "rows": [{name: getattr(row, name) for name in _ROW_FACTS} for row in self.rows],

@@ -302,8 +302,9 @@ class AsyncGRPORollouts:
         Args:
             groups: Maximum number of prompts that start before the push; None for as many as the step needs.
         """
-        early = self._rows_per_step if groups is None else groups * self._group_size
-        self._taken_in_step = max(0, (self._rows_per_step or 0) - (early or 0))
+        self._taken_in_step = 0
+        if groups is not None and self._rows_per_step is not None:
+            self._taken_in_step = max(0, self._rows_per_step - groups * self._group_size)
 
     def update_model_version(self, model_version: int) -> None:
         """Note the version that the servers have now."""
@@ -452,8 +453,7 @@ class _RowBuffer(queue.Queue[Any]):
         self._takes, self._note = takes, note
         self._episode: tuple[int, str] | None = None
         self._is_taken = False
-        self.waited_from, self._is_asked = 0.0, False  # when the trainer asked for the row that it waits for
-        self._is_waiting = False
+        self.waited_from, self._is_waiting = 0.0, False  # when the trainer asked for the row that it waits for
 
     def is_starved(self) -> bool:
         """Whether the trainer waits, and there is no row."""
@@ -466,8 +466,8 @@ class _RowBuffer(queue.Queue[Any]):
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Return the next row that is trained."""
-        if not self._is_asked:
-            self.waited_from, self._is_asked = time.monotonic(), True
+        if not self._is_waiting:  # no earlier call for the same row ended without one
+            self.waited_from = time.monotonic()
         while True:
             self._is_waiting = True
             sample, row = super().get(block, timeout)
@@ -476,7 +476,6 @@ class _RowBuffer(queue.Queue[Any]):
                 self._episode, self._is_taken = episode, self._takes(sample)
             if self._is_taken:
                 self._note(sample, row)
-                self._is_asked = False
                 return sample
 
 
@@ -536,8 +535,7 @@ class GRPORollouts:
         _check_group_size(group_size, credit)
         self.left_out: Counter[str] = Counter()
         self._run_episode, self._group_size, self._weights, self._credit = run_episode, group_size, weights, credit
-        self._normalizer: Normalizer = normalizer
-        self._constant = constant
+        self._normalizer, self._constant = normalizer, constant
         self._pushed: int | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
@@ -611,8 +609,7 @@ class GRPORollouts:
             raise ValueError(
                 f"{processes} processes would each weight only their own rows: use one process, or AsyncGRPOTrainer"
             )
-        wanted = {"scale_rewards": "none", "num_iterations": 1}
-        for name, value in wanted.items():
+        for name, value in (("scale_rewards", "none"), ("num_iterations", 1)):
             if getattr(arguments, name) != value:
                 raise ValueError(f"set {name}={value!r} in GRPOConfig: advantages come from strands_sglang.credit")
         if arguments.num_generations_eval not in (None, arguments.num_generations):
