@@ -495,9 +495,8 @@ def rows_of(
             _clear(mask, span.start, span.stop)
         old = span.start + off_policy_tokens.get(span.turn.index, 0)
         _clear(mask, span.start, min(span.stop, old))
-        generation = span.turn.generation
-        not_requested = generation is not None and generation.logprobs is None and _is_uninterrupted(span.turn)
-        if not_requested and any(mask[span.start : span.stop]):
+        whole = _uninterrupted(span.turn)
+        if whole is not None and whole.logprobs is None and any(mask[span.start : span.stop]):
             raise SlimeExportError(
                 f"call {span.turn.index} has no logprobs, but slime trains on them: leave return_logprob of "
                 "SGLangModel at True, its default"
@@ -516,7 +515,8 @@ def rows_of(
         except SGLangDecodingError as error:
             problems.append(str(error))
         if experts is None:
-            if _is_uninterrupted(leaf) and leaf.generation is not None and leaf.generation.routed_experts is None:
+            whole = _uninterrupted(leaf)
+            if whole is not None and whole.routed_experts is None:
                 raise SlimeExportError(
                     f"call {leaf.index} has no routed experts, but use_rollout_routing_replay needs them: set "
                     "return_routed_experts=True of SGLangModel, and start the server with "
@@ -531,13 +531,15 @@ def _clear(mask: list[int], start: int, stop: int) -> None:
     mask[start:stop] = [0] * len(mask[start:stop])
 
 
-def _is_uninterrupted(turn: Turn) -> bool:
-    """Return whether one request returned the whole answer, so that all requested data is present.
+def _uninterrupted(turn: Turn) -> Generation | None:
+    """Return the answer if one request returned all of it, so that all requested data is present.
 
     A resumed answer lacks what its aborted part lacks, even if its last part has it.
     """
     generation = turn.generation
-    return generation is not None and generation.finish_type != "abort" and not generation.resumed_ids
+    if generation is None or generation.finish_type == "abort" or generation.resumed_ids:
+        return None
+    return generation
 
 
 # --- Top-p ---
@@ -561,7 +563,7 @@ def _top_p(
             _clear(mask, span.start, span.stop)
             continue
         if kept is None:
-            if _is_uninterrupted(span.turn):
+            if _uninterrupted(span.turn) is not None:
                 raise SlimeExportError(
                     f"call {span.turn.index} has no top_p_token_ids, but rollout_top_p != 1 needs them: use slime's "
                     "SGLang and pass on slime's sampling_params (custom_params), or request sampling masks from any "
