@@ -55,6 +55,15 @@ async def generate(server, input_ids=PROMPT, **body):
     return response.json()
 
 
+async def waiting(make_server, **body):
+    """A server, the gate of its only answer, and the request that waits there."""
+    gate = Gate()
+    server = make_server([gate])
+    task = asyncio.create_task(generate(server, **body))
+    await gate.reached.wait()
+    return server, gate, task
+
+
 async def refused(server, **body):
     response = await post(server, **body)
     assert response.status_code == 400, response.text
@@ -159,16 +168,19 @@ def test_a_server_needs_a_stop_token(make_server):
 # --- end of an answer ---
 
 
-async def test_max_new_tokens_cuts_the_answer(make_server, chatml_tokenizer):
-    body = await generate(make_server(["hello world and more"]), sampling_params={"max_new_tokens": 2})
-    assert body["output_ids"] == chatml_tokenizer.encode("hello world and more")[:2]
-    assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
-
-
-async def test_max_new_tokens_left_out_means_128(make_server):
-    server = make_server([ScriptedAnswer(token_ids=[300] * 500)])
-    body = await generate(server, sampling_params={})
-    assert body["meta_info"]["completion_tokens"] == 128
+@pytest.mark.parametrize(
+    ("token_ids", "params", "output_ids", "finish"),
+    [
+        ([300, 301, 302], {"max_new_tokens": 2}, [300, 301], {"type": "length", "length": 2}),
+        ([300] * 500, {}, [300] * 128, {"type": "length", "length": 128}),
+        ([300], {"max_new_tokens": 2}, [300, 2], {"type": "stop", "matched": 2}),
+        ([300, 301, 302, 303], {"stop_token_ids": [302]}, [300, 301, 302], {"type": "stop", "matched": 302}),
+        ([300, 2, 301, 2], {"ignore_eos": True, "max_new_tokens": 3}, [300, 2, 301], {"type": "length", "length": 3}),
+    ],
+)
+async def test_an_answer_ends_as_the_sampling_parameters_say(make_server, token_ids, params, output_ids, finish):
+    body = await generate(make_server([ScriptedAnswer(token_ids=token_ids)]), sampling_params=params)
+    assert (body["output_ids"], body["meta_info"]["finish_reason"]) == (output_ids, finish)
 
 
 async def test_max_new_tokens_zero_only_scores_the_prompt(make_server):
@@ -187,26 +199,6 @@ async def test_answer_ends_two_tokens_before_the_context(make_server):
     server = make_server([ScriptedAnswer(token_ids=[300] * 500)], context_length=100)
     body = await generate(server, [7] * 90, sampling_params={"max_new_tokens": 10})
     assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 8}
-
-
-async def test_a_stop_token_at_the_limit_counts_as_stop(make_server, chatml_tokenizer):
-    limit = len(chatml_tokenizer.encode("hi")) + 1
-    body = await generate(make_server(["hi"]), sampling_params={"max_new_tokens": limit})
-    assert body["meta_info"]["finish_reason"]["type"] == "stop"
-
-
-async def test_the_requests_own_stop_tokens_end_it(make_server):
-    server = make_server([ScriptedAnswer(token_ids=[300, 301, 302, 303])])
-    body = await generate(server, sampling_params={"stop_token_ids": [302]})
-    assert body["output_ids"] == [300, 301, 302]
-    assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": 302}
-
-
-async def test_ignore_eos_continues_to_the_end_of_the_script(make_server, chatml_tokenizer):
-    server = make_server([ScriptedAnswer(token_ids=[300, 2, 301, 2])])
-    body = await generate(server, sampling_params={"ignore_eos": True, "max_new_tokens": 3})
-    assert body["output_ids"] == [300, 2, 301]
-    assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
 
 
 @pytest.mark.parametrize(("no_stop_trim", "text"), [(False, "the quick"), (True, "the quick brown")])
@@ -539,10 +531,7 @@ async def test_the_weight_version_can_change_between_requests(make_server):
 
 
 async def test_waiting_request_is_aborted_with_an_empty_answer(make_server):
-    gate = Gate()
-    server = make_server([gate])
-    task = asyncio.create_task(generate(server, rid="r-1", return_logprob=True))
-    await gate.reached.wait()
+    server, gate, task = await waiting(make_server, rid="r-1", return_logprob=True)
     assert server.running == ["r-1"]
     response = await post(server, "/abort_request", rid="r-1")
     assert (response.status_code, response.content) == (200, b"")
@@ -565,10 +554,7 @@ async def test_the_function_may_return_the_partial_answer(make_server, chatml_to
 
 
 async def test_only_the_exact_request_id_is_aborted(make_server):
-    gate = Gate()
-    server = make_server([gate])
-    task = asyncio.create_task(generate(server, rid="abc-1"))
-    await gate.reached.wait()
+    server, gate, task = await waiting(make_server, rid="abc-1")
     for body in ({"rid": "abc"}, {"rid": None}, {}):
         assert (await post(server, "/abort_request", **body)).status_code == 200
     gate.open.set()
@@ -588,10 +574,7 @@ async def test_abort_all_ends_every_request(make_server):
 
 
 async def test_request_without_a_client_runs_until_aborted(make_server):
-    gate = Gate()
-    server = make_server([gate])
-    task = asyncio.create_task(generate(server, rid="left"))
-    await gate.reached.wait()
+    server, gate, task = await waiting(make_server, rid="left")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -666,10 +649,7 @@ async def test_it_is_healthy_with_an_empty_body(make_server, path):
 
 
 async def test_loads_count_what_is_running(make_server):
-    gate = Gate()
-    server = make_server([gate])
-    task = asyncio.create_task(generate(server))
-    await gate.reached.wait()
+    server, gate, task = await waiting(make_server)
     async with connect(server) as client:
         assert (await client.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] == 1
         gate.open.set()
@@ -763,13 +743,6 @@ def test_an_abort_from_another_thread_reaches_the_request(make_server):
     asyncio.run(post(server, "/abort_request", rid="there"))
     thread.join()
     assert results[0]["meta_info"]["finish_reason"] == ABORTED
-
-
-async def test_the_ready_made_client_generates(make_server):
-    server = make_server(["hello"])
-    async with server.client() as client:
-        result = await client.generate(PROMPT, {"max_new_tokens": 8})
-    assert result["output_ids"] == server.responses[0].body["output_ids"]
 
 
 # --- on a port ---
