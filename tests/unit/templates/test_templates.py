@@ -58,12 +58,29 @@ TOOLS = [
 CALLS = [{"toolUseId": "t0", "name": "calculator", "id": "t0"}]
 
 
+RESULT = {"role": "tool", "content": "4", "tool_call_id": "t0"}
+
+
+def asked(text):
+    return {"role": "user", "content": text}
+
+
+def answered(text):
+    return {"role": "assistant", "content": text}
+
+
+def continued(template, new, calls=(), *, tools=None, **options):
+    """Return what continues a turn of one token and its end."""
+    end = end_of(template)
+    return template.continuation(SampledTurn([5, end], end, list(calls)), new, tools, **options)
+
+
 def end_of(template):
     return template.tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
 def opening_messages():
-    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
+    return [{"role": "system", "content": "Be brief."}, asked("What is 2+2?")]
 
 
 def call_message(*calls):
@@ -87,7 +104,7 @@ def test_the_continuation_matches_the_full_render(template, kind):
     def follow_up(kind):
         """The assistant's message, its calls, and the messages that follow it."""
         result = {"role": "tool", "content": "4", "name": "calculator", "tool_call_id": "t0"}
-        user = {"role": "user", "content": "And 3+3?"}
+        user = asked("And 3+3?")
         if kind == "tool result":
             return call_message(*CALLS), CALLS, [result]
         if kind == "two tool results":
@@ -95,7 +112,7 @@ def test_the_continuation_matches_the_full_render(template, kind):
             return call_message(*calls), calls, [result, {**result, "content": "6", "tool_call_id": "t1"}]
         if kind == "tool result and text":
             return call_message(*CALLS), CALLS, [result, user]
-        return {"role": "assistant", "content": "It is 4."}, [], [user]
+        return answered("It is 4."), [], [user]
 
     answer, calls, new = follow_up(kind)
     opening = template.opening(opening_messages(), TOOLS)
@@ -110,22 +127,22 @@ def test_the_continuation_matches_the_full_render(template, kind):
 
 
 def test_a_cut_turn_gets_its_missing_end_as_a_prompt_token(template):
-    new = [{"role": "user", "content": "continue"}]
-    ended = template.continuation(SampledTurn([5, end_of(template)], end_of(template)), new, None)
+    new = [asked("continue")]
+    ended = continued(template, new)
     cut = template.continuation(SampledTurn([5], None), new, None)
     assert cut.token_ids == [end_of(template), *ended.token_ids]
 
 
 def test_an_end_that_was_sampled_at_the_very_limit_is_not_doubled(template):
-    new = [{"role": "user", "content": "continue"}]
+    new = [asked("continue")]
     cut = template.continuation(SampledTurn([5, end_of(template)], None), new, None)
     assert cut.token_ids[0] != end_of(template)
 
 
 def test_another_stop_token_is_the_only_token_dropped(template):
     other = template.tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    new = [{"role": "user", "content": "x"}]
-    ended = template.continuation(SampledTurn([5, end_of(template)], end_of(template)), new, None)
+    new = [asked("x")]
+    ended = continued(template, new)
     odd = template.continuation(SampledTurn([5, other], other), new, None)
     assert (odd.kept, odd.token_ids) == (1, [end_of(template), *ended.token_ids])
     assert str(odd.why) == "the model stopped with '<|endoftext|>' where the chat template writes '<|im_end|>'"
@@ -134,17 +151,17 @@ def test_another_stop_token_is_the_only_token_dropped(template):
 
 def test_another_stop_token_at_the_limit_is_replaced(template):
     other = template.tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    assert template.continuation(SampledTurn([5, other], None), [{"role": "user", "content": "x"}], None).kept == 1
+    assert template.continuation(SampledTurn([5, other], None), [asked("x")], None).kept == 1
 
 
 def test_cut_off_reasoning_is_closed_as_the_template_does(template):
-    new = [{"role": "user", "content": "continue"}]
+    new = [asked("continue")]
     cut = template.continuation(SampledTurn(template.encode("<think>\nI was"), None, ends_in_reasoning=True), new, None)
     assert template.decode(cut.token_ids).startswith("\n</think>\n\n<|im_end|>\n<|im_start|>user")
 
 
 def test_the_sampled_part_of_a_turns_end_is_not_repeated(template):
-    new = [{"role": "user", "content": "continue"}]
+    new = [asked("continue")]
     cut = template.continuation(
         SampledTurn(template.encode("<think>\nI was\n"), None, ends_in_reasoning=True), new, None
     )
@@ -155,14 +172,14 @@ def test_cut_reasoning_with_unknown_close_is_not_continued(chatml_tokenizer):
     text = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     with pytest.raises(UnprovenContinuationError, match="cut off in its reasoning"):
-        template.continuation(SampledTurn([5], None, ends_in_reasoning=True), [{"role": "user", "content": "x"}], None)
+        template.continuation(SampledTurn([5], None, ends_in_reasoning=True), [asked("x")], None)
 
 
 def test_a_generation_prompt_that_opens_reasoning_is_noticed(chatml_tokenizer):
     text = chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>\n{% endif %}"
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     assert template.opening(opening_messages(), None).ends_with("<think>")
-    new = [{"role": "user", "content": "x"}]
+    new = [asked("x")]
     end = end_of(template)
     assert template.continuation(SampledTurn([end], end), new, None).ends_with("<think>")
 
@@ -201,10 +218,9 @@ def test_content_is_given_in_parts_where_a_template_wants_parts(chatml_tokenizer
     )
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     assert template.opening(opening_messages(), None).text.count("Be brief.") == 1
-    end = end_of(template)
-    history = [*opening_messages(), {"role": "assistant", "content": "4"}]
-    new = [{"role": "user", "content": "x"}]
-    prompt = template.continuation(SampledTurn([5, end], end), new, None, history=lambda: history)
+    history = [*opening_messages(), answered("4")]
+    new = [asked("x")]
+    prompt = continued(template, new, history=lambda: history)
     assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -223,19 +239,10 @@ def test_a_text_that_only_this_conversation_loses_is_an_error(chatml_tokenizer, 
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
-    short = [*opening_messages(), {"role": "assistant", "content": "4"}]
+    short = [*opening_messages(), answered("4")]
     assert template.opening(short, None).text
     with pytest.raises(ChatTemplateError, match=part):
-        template.opening([*short, {"role": "user", "content": "4?"}], None)
-
-
-def test_a_tokenizer_without_a_template_is_rejected(chatml_tokenizer):
-    class Bare:
-        chat_template = None
-        name_or_path = "bare-model"
-
-    with pytest.raises(ChatTemplateError, match="'bare-model' has no chat template.*chat_template="):
-        ChatTemplate(Bare())
+        template.opening([*short, asked("4?")], None)
 
 
 REFUSES_SYSTEM = (
@@ -247,16 +254,16 @@ REFUSES_SYSTEM = (
 
 def test_a_template_without_system_messages_continues(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=REFUSES_SYSTEM)
-    end, new = end_of(template), [{"role": "user", "content": "x"}]
-    prompt = template.continuation(SampledTurn([5, end], end), new, None, has_system=False)
+    new = [asked("x")]
+    prompt = continued(template, new, has_system=False)
     assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_rejected_stand_in_is_unproven_not_an_error(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=REFUSES_SYSTEM)
-    end, new = end_of(template), [{"role": "user", "content": "x"}]
+    new = [asked("x")]
     with pytest.raises(UnprovenContinuationError, match="System role not supported"):
-        template.continuation(SampledTurn([5, end], end), new, None, has_system=True)
+        continued(template, new, has_system=True)
 
 
 def test_all_calls_of_a_turn_stand_before_its_results(chatml_tokenizer):
@@ -278,14 +285,13 @@ def test_the_last_repetition_of_a_sentinel_counts(chatml_tokenizer):
         "{{ m.content }}<|im_end|>{% endfor %}"
     )
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
-    end = end_of(template)
-    prompt = template.continuation(SampledTurn([5, end], end), [{"role": "user", "content": "x"}], None)
+    prompt = continued(template, [asked("x")])
     assert template.decode(prompt.token_ids) == "x<|im_end|>"
 
 
 def test_a_text_stop_token_is_a_cut_and_gets_its_end(template):
     mark = template.tokenizer.convert_tokens_to_ids("</tool_call>")
-    prompt = template.continuation(SampledTurn([5, mark], mark), [{"role": "user", "content": "x"}], None)
+    prompt = template.continuation(SampledTurn([5, mark], mark), [asked("x")], None)
     assert prompt.token_ids[0] == end_of(template)
 
 
@@ -314,24 +320,19 @@ def test_tokenizers_are_freed_with_their_models(chatml_tokenizer):
     assert freed() is None
 
 
-def test_a_value_that_is_no_tokenizer_is_an_error():
-    with pytest.raises(ChatTemplateError, match="must be a Hugging Face tokenizer, not 'Qwen/Qwen3-4B'.*get_tokenizer"):
-        get_chat_template("Qwen/Qwen3-4B", None, {})
-
-
 def test_a_template_that_rejects_a_conversation_is_quoted(chatml_tokenizer):
     text = "{% if messages|length > 2 %}{{ raise_exception('only one exchange') }}{% endif %}<|im_end|>" + (
         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     )
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     with pytest.raises(ChatTemplateError, match="only one exchange"):
-        template.opening([*opening_messages(), {"role": "user", "content": "x"}], None)
+        template.opening([*opening_messages(), asked("x")], None)
 
 
 def test_a_template_without_an_end_token_continues_nothing(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template="{% for m in messages %}{{ m.content }}\n{% endfor %}")
     with pytest.raises(UnprovenContinuationError, match="no special token"):
-        template.continuation(SampledTurn([5], None), [{"role": "user", "content": "x"}], None)
+        template.continuation(SampledTurn([5], None), [asked("x")], None)
 
 
 MOVING = (  # as Mistral's templates do: system prompt and tools are before the latest user message
@@ -344,20 +345,20 @@ MOVING = (  # as Mistral's templates do: system prompt and tools are before the 
 
 def test_a_moved_system_prompt_is_not_continued_with_a_user_turn(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=MOVING)
-    new = [{"role": "user", "content": "x"}]
+    new = [asked("x")]
     with pytest.raises(UnprovenContinuationError, match="moves the system prompt"):
-        template.continuation(SampledTurn([5, end_of(template)], end_of(template)), new, None)
-    without = template.continuation(SampledTurn([5, end_of(template)], end_of(template)), new, None, has_system=False)
+        continued(template, new)
+    without = continued(template, new, has_system=False)
     assert template.decode(without.token_ids) == "[TOOLS]x"
 
 
 def test_moved_tools_are_not_continued_with_a_user_turn(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=MOVING)
-    end, new = end_of(template), [{"role": "user", "content": "x"}]
+    new = [asked("x")]
     with pytest.raises(UnprovenContinuationError, match="moves the tools"):
-        template.continuation(SampledTurn([5, end], end), new, TOOLS, has_system=False)
-    result = [{"role": "tool", "content": "4", "tool_call_id": "t0"}]
-    assert template.continuation(SampledTurn([5, end], end, CALLS), result, TOOLS).token_ids
+        continued(template, new, tools=TOOLS, has_system=False)
+    result = [RESULT]
+    assert continued(template, result, CALLS, tools=TOOLS).token_ids
 
 
 ONLY_ROLES = (  # a place for results, and none for calls
@@ -373,9 +374,8 @@ def results(count):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_template_without_calls_continues_after_a_sampled_call(chatml_tokenizer, count):
     template = ChatTemplate(chatml_tokenizer, chat_template=ONLY_ROLES)
-    end = end_of(template)
     calls = [{"toolUseId": f"t{i}", "name": "calculator", "id": f"t{i}"} for i in range(count)]
-    prompt = template.continuation(SampledTurn([5, end], end, calls), results(count), TOOLS)
+    prompt = continued(template, results(count), calls, tools=TOOLS)
     written = "".join(f"<|im_start|>tool\nresult {i}<|im_end|>\n" for i in range(count))
     assert template.decode(prompt.token_ids) == f"\n{written}<|im_start|>assistant\n"
     assert set(template.self_check().values()) == {None}
@@ -383,11 +383,11 @@ def test_a_template_without_calls_continues_after_a_sampled_call(chatml_tokenize
 
 def test_a_template_without_calls_still_renders_none_from_history(chatml_tokenizer):
     template = ChatTemplate(chatml_tokenizer, chat_template=ONLY_ROLES)
-    end, called = end_of(template), call_message(*CALLS)
+    called = call_message(*CALLS)
     with pytest.raises(ChatTemplateError, match="drops the tool calls"):
         template.opening([*opening_messages(), called, *results(1)], TOOLS)
     with pytest.raises(UnprovenContinuationError, match="drops the tool calls"):
-        template.continuation(SampledTurn([5, end], end, CALLS), [*results(1), called, *results(1)], TOOLS)
+        continued(template, [*results(1), called, *results(1)], CALLS, tools=TOOLS)
 
 
 @pytest.mark.parametrize("calls", ["", "{{ m.tool_calls or '' }}"])
@@ -397,11 +397,11 @@ def test_dropped_results_are_not_continued(chatml_tokenizer, calls):
         + calls
         + "<|im_end|>\n{% endif %}{% endfor %}"
     )
-    template, end = ChatTemplate(chatml_tokenizer, chat_template=text), chatml_tokenizer.eos_token_id
+    template = ChatTemplate(chatml_tokenizer, chat_template=text)
     with pytest.raises(UnprovenContinuationError, match="drops the tool results"):
-        template.continuation(SampledTurn([5, end], end, CALLS), results(1), TOOLS)
+        continued(template, results(1), CALLS, tools=TOOLS)
     with pytest.raises(ChatTemplateError, match=r"message 3: the chat template drops the tool results"):
-        template.opening([*opening_messages(), {"role": "assistant", "content": "x"}, *results(1)], TOOLS)
+        template.opening([*opening_messages(), answered("x"), *results(1)], TOOLS)
 
 
 def test_calls_that_a_template_drops_after_the_first_are_rejected(chatml_tokenizer):
@@ -441,7 +441,7 @@ GLM = (  # the end of a turn is the next role's token
 def test_a_stop_token_that_is_the_next_role_is_sent_once(glm_tokenizer):
     template = ChatTemplate(glm_tokenizer, chat_template=GLM)
     observation = glm_tokenizer.convert_tokens_to_ids("<|observation|>")
-    new = [{"role": "tool", "content": "4", "tool_call_id": "t0"}, {"role": "user", "content": "x"}]
+    new = [RESULT, asked("x")]
     sampled = template.continuation(SampledTurn([5, observation], observation, CALLS), new, None, has_system=False)
     assert template.decode(sampled.token_ids) == "\n4<|user|>\nx<|assistant|>\n"
     cut = template.continuation(SampledTurn([5], None, CALLS), new, None, has_system=False)
@@ -451,7 +451,7 @@ def test_a_stop_token_that_is_the_next_role_is_sent_once(glm_tokenizer):
 def test_another_role_than_the_one_that_follows_is_replaced(glm_tokenizer):
     template = ChatTemplate(glm_tokenizer, chat_template=GLM)
     user, observation = glm_tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
-    new = [{"role": "tool", "content": "4", "tool_call_id": "t0"}]
+    new = [RESULT]
     prompt = template.continuation(SampledTurn([5, user], user, CALLS), new, None, has_system=False)
     assert (prompt.kept, prompt.token_ids[0]) == (1, observation)
 
@@ -465,7 +465,7 @@ def test_no_message_is_skipped_where_the_family_is_not_known(glm_tokenizer):
     )
     template = ChatTemplate(glm_tokenizer, chat_template=text)
     assert template.family is None
-    new = [{"role": "tool", "content": "4", "tool_call_id": "t0"}, {"role": "user", "content": "x"}]
+    new = [RESULT, asked("x")]
     with pytest.raises(UnprovenContinuationError, match="does not end the turn"):
         template.continuation(SampledTurn([5], None, CALLS), new, None, has_system=False)
 
@@ -473,8 +473,7 @@ def test_no_message_is_skipped_where_the_family_is_not_known(glm_tokenizer):
 def test_a_sentinel_changed_by_the_template_is_replaced(chatml_tokenizer):
     text = chatml_tokenizer.chat_template.replace("message.content", "message.content | upper")
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
-    end = end_of(template)
-    prompt = template.continuation(SampledTurn([5, end], end), [{"role": "user", "content": "shout"}], None)
+    prompt = continued(template, [asked("shout")])
     assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nSHOUT<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -486,7 +485,7 @@ def test_a_template_that_takes_text_arguments_gets_text(chatml_tokenizer):
     )
     template = ChatTemplate(chatml_tokenizer, chat_template=text)
     assert set(template.self_check().values()) == {None}
-    opening = template.opening([{"role": "user", "content": "q"}, call_message(*CALLS)], None)
+    opening = template.opening([asked("q"), call_message(*CALLS)], None)
     assert '<tool_call>{"x": 1}</tool_call>' in template.decode(opening.token_ids)
 
 
@@ -548,16 +547,16 @@ def test_what_follows_a_turn_may_depend_on_all_before_it(chatml_tokenizer, text)
     for said in ("hello", "/fast", "Be fast.", "x" * 101, "please /fast"):
         step = [call_message({"name": "fast_one", "id": "t0"}), *results(1)]
         step[0]["tool_calls"][0]["function"]["arguments"] = {"x": said}
-        answer, asked = {"role": "assistant", "content": said}, {"role": "user", "content": said}
-        exchange = [answer, asked]
-        for before in ([asked], [asked, *step], [asked, *step, *exchange], [asked, *exchange], [asked, *exchange * 2]):
+        question = asked(said)
+        exchange = [answered(said), question]
+        for later in ([], step, [*step, *exchange], exchange, exchange * 2):
             for turn, new in (
                 (call_message(call), [{"role": "tool", "content": "6", "tool_call_id": "t1"}]),
-                ({"role": "assistant", "content": "It is 4."}, [{"role": "user", "content": "And then?"}]),
+                (answered("It is 4."), [asked("And then?")]),
             ):
                 system = {"role": "system", "content": said}
                 sampled = SampledTurn([5, end], end, [call] if "tool_calls" in turn else [])
-                history = [system, *before, turn]
+                history = [system, question, *later, turn]
                 prompt = template.continuation(sampled, new, TOOLS, history=lambda history=history: history)
                 whole = template.opening([*history, *new], TOOLS).text
                 assert whole.endswith(prompt.text) and whole.count(prompt.text) == 1
@@ -614,7 +613,7 @@ def test_a_control_token_of_the_turns_text_stays(glm_tokenizer):
     )
     template = ChatTemplate(glm_tokenizer, chat_template=text, family="chatml")
     mark = glm_tokenizer.convert_tokens_to_ids("<|observation|>")
-    result = [{"role": "tool", "content": "4", "tool_call_id": "t0"}]
+    result = [RESULT]
     assert template.continuation(SampledTurn([5, mark], mark, CALLS), result, None).kept is None
 
 
@@ -768,10 +767,10 @@ def history(text):
     call = {"type": "function", "id": "c1", "function": {"name": "fetch", "arguments": {"url": text, text: [text]}}}
     return [
         {"role": "system", "content": text},
-        {"role": "user", "content": text},
+        asked(text),
         {"role": "assistant", "content": text, "reasoning_content": text, "tool_calls": [call]},
         {"role": "tool", "content": text, "name": "fetch", "tool_call_id": "c1"},
-        {"role": "user", "content": text},
+        asked(text),
     ]
 
 
@@ -942,7 +941,7 @@ def words(vocabulary, **settings):
 def test_control_tokens_that_are_pieces_are_spelled_in_letters():
     tokenizer = words(["<unk>", "<end>", "▁", "a", "e", "n", "d", "<", ">"])
     template = ChatTemplate(tokenizer, escape_control_tokens=True)
-    ids = template.opening([{"role": "user", "content": "a<end>a"}], None).token_ids
+    ids = template.opening([asked("a<end>a")], None).token_ids
     assert tokenizer.convert_ids_to_tokens(ids)[-9:] == ["a", "<", "e", "n", "d", ">", "a", "<end>"][-9:]
 
 
@@ -951,7 +950,7 @@ def test_a_token_that_cannot_be_encoded_as_text_is_rejected():
     tokenizer.add_special_tokens({"additional_special_tokens": ["☎"]})
     template = ChatTemplate(tokenizer, escape_control_tokens=True)
     with pytest.raises(ChatTemplateError, match="cannot encode as text: 'a☎'"):
-        template.opening([{"role": "user", "content": "a☎"}], None)
+        template.opening([asked("a☎")], None)
 
 
 def test_text_normalized_to_a_control_token_is_rejected(chatml_tokenizer):
@@ -961,9 +960,9 @@ def test_text_normalized_to_a_control_token_is_rejected(chatml_tokenizer):
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_tokens([AddedToken("[STOP]", special=True, normalized=True)], special_tokens=True)
     template = ChatTemplate(tokenizer, escape_control_tokens=True)
-    assert template.opening([{"role": "user", "content": "[STOP]"}], None).token_ids
+    assert template.opening([asked("[STOP]")], None).token_ids
     with pytest.raises(ChatTemplateError, match="its spelling differs"):
-        template.opening([{"role": "user", "content": "［STOP］"}], None)
+        template.opening([asked("［STOP］")], None)
 
 
 # === the owner's calls of a tokenizer, in any thread, change nothing that the library encodes ===
@@ -1018,13 +1017,6 @@ def test_prompts_are_whole_while_threads_use_the_tokenizer(contested, chatml_tok
     assert prompts[0] == prompts[1]
 
 
-def test_two_templates_of_one_tokenizer_are_both_left_alone(contested, chatml_tokenizer):
-    message = [{"role": "user", "content": TEXT}]
-    for arguments in ({}, {"enable_thinking": False}):
-        whole = get_chat_template(contested, None, arguments).opening(message, None)
-        assert whole.token_ids == ChatTemplate(chatml_tokenizer, arguments=arguments).opening(message, None).token_ids
-
-
 def test_drift_is_measured_on_whole_sequences(contested, chatml_tokenizer):
     sequence = TokenManager()
     sequence.add_prompt(chatml_tokenizer.encode(f"{TEXT}<|im_end|>"))
@@ -1070,10 +1062,6 @@ def test_the_owner_s_settings_stay_as_they_are(chatml_tokenizer):
 # --- its own tokenizer ---
 
 
-def test_models_of_one_tokenizer_share_an_encoder(chatml_tokenizer):
-    assert get_encoder(chatml_tokenizer) is get_encoder(chatml_tokenizer)
-
-
 def test_an_encoder_does_not_keep_the_tokenizer_alive(chatml_tokenizer):
     tokenizer = copy.copy(chatml_tokenizer)
     reference, encoder = weakref.ref(tokenizer), get_encoder(tokenizer)
@@ -1099,7 +1087,7 @@ def test_only_models_made_after_template_changes_use_them(chatml_tokenizer):
     tokenizer = copy.copy(chatml_tokenizer)
     for mark in ("first", "second"):
         tokenizer.chat_template = {"default": chatml_tokenizer.chat_template + mark}
-        prompt = get_chat_template(tokenizer, None, {}).opening([{"role": "user", "content": "u"}], None)
+        prompt = get_chat_template(tokenizer, None, {}).opening([asked("u")], None)
         assert prompt.text.endswith(mark)
 
 
@@ -1210,11 +1198,11 @@ def test_in_place_changes_by_the_owner_have_no_effect(chatml_tokenizer):
     tokenizer = copy.deepcopy(chatml_tokenizer)
     tokenizer.chat_template = "{{ eos_token }}{{ messages[0].content }}"
     encoder = get_encoder(tokenizer)
-    before = encoder.tokenizer.apply_chat_template([{"role": "user", "content": TEXT}])
+    before = encoder.tokenizer.apply_chat_template([asked(TEXT)])
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
     tokenizer.backend_tokenizer.decoder = None
-    assert encoder.tokenizer.apply_chat_template([{"role": "user", "content": TEXT}]) == before
+    assert encoder.tokenizer.apply_chat_template([asked(TEXT)]) == before
     assert encoder.tokenizer.special_tokens_map == chatml_tokenizer.special_tokens_map
     assert encoder.encode("there") == chatml_tokenizer.encode("there")
     assert encoder.decode(encoder.encode(TEXT)) == TEXT
@@ -1329,11 +1317,6 @@ def test_a_conversation_without_images_sends_nothing():
     assert images().request_fields([1, IMAGE], []) == {}
 
 
-def test_a_request_that_is_built_again_has_the_same_images():
-    turns = [expanded("#", picture())[1]]
-    assert images().request_fields([IMAGE], turns) == images().request_fields([IMAGE], turns)
-
-
 def test_a_placeholder_without_an_image_is_rejected():
     with pytest.raises(UnsupportedContentError, match="2 placeholders for 1 images"):
         images().request_fields([IMAGE, IMAGE], [expanded("#", picture())[1]])
@@ -1391,10 +1374,6 @@ def test_tensors_of_turns_are_joined_along_the_first_dimension():
     assert joined["grid"].tolist() == [[1, 2, 2]]
 
 
-def test_turns_without_images_have_none():
-    assert multimodal_train_inputs([]) is None
-
-
 def test_tensors_that_cannot_be_joined_are_named():
     with pytest.raises(ValueError, match="pixels of several turns cannot be joined"):
         multimodal_train_inputs([inputs(pixels=torch.zeros(1, 3)), inputs(pixels=torch.zeros(1, 4))])
@@ -1450,7 +1429,7 @@ def test_openings_are_shared_unless_they_hold_the_time(chatml_tokenizer, text, r
     prompts = []
 
     def render():
-        prompts.append(template.opening([{"role": "user", "content": "hello"}], None))
+        prompts.append(template.opening([asked("hello")], None))
         return prompts[-1]
 
     assert template.shared_opening("a", render) == template.shared_opening("a", render)
