@@ -8,7 +8,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from strands_sglang.tool_parsers import (
     TOOL_PARSER_REGISTRY,
@@ -24,7 +24,7 @@ from strands_sglang.tool_parsers import (
     register_tool_parser,
 )
 from support.agents import CHATML_TEMPLATE, build_chatml_tokenizer
-from support.parser_checks import JSON_TYPE, KEYS
+from support.parser_checks import Format, ParserChecks, pairs, write_json_objects, writer
 
 # === interface, results and registry ===
 
@@ -288,42 +288,9 @@ PIECES = st.lists(
 
 
 @both_formats
-def test_a_draft_in_reasoning_is_not_a_call(parser, call):
-    turn = parser.parse_turn(f"<think>\nMaybe {call}?\n</think>\n\nThe answer is 4.")
-    assert turn.tool_calls == ()
-    assert turn.reasoning == f"Maybe {call}?"
-    assert turn.text == "The answer is 4."
-
-
-@both_formats
-def test_a_draft_in_reasoning_opened_by_the_prompt_is_not_a_call(parser, call):
-    turn = parser.parse_turn(f"Maybe {call}?\n</think>\n\n{call}", reasoning_open=True)
-    assert [found.name for found in turn.tool_calls] == ["ls"]
-    assert turn.reasoning == f"Maybe {call}?"
-    assert turn.text == ""
-
-
-@both_formats
-@pytest.mark.parametrize("opened_by_prompt", [True, False])
-def test_reasoning_that_never_closes_has_no_calls(parser, call, opened_by_prompt):
-    mark = "" if opened_by_prompt else "\n<think>"
-    turn = parser.parse_turn(f"{mark}I will {call}", reasoning_open=opened_by_prompt, truncated=True)
-    assert turn.tool_calls == ()
-    assert turn.reasoning == f"I will {call}"
-    assert turn.text == ""
-
-
-@both_formats
 def test_a_repeated_opening_mark_does_not_end_reasoning(parser, call):
     turn = parser.parse_turn(f"\n<think>\nHm {call}\n</think>\nYes.", reasoning_open=True)
     assert (turn.reasoning, turn.text, turn.tool_calls) == (f"Hm {call}", "Yes.", ())
-
-
-@both_formats
-def test_text_before_an_unmatched_closing_mark_is_reasoning(parser, call):
-    turn = parser.parse_turn(f"Perhaps {call}\nNo.\n</think>\n\n{call}")
-    assert len(turn.tool_calls) == 1
-    assert turn.reasoning == f"Perhaps {call}\nNo."
 
 
 @both_formats
@@ -400,18 +367,9 @@ def test_every_word_of_a_turn_is_in_exactly_one_place(parser, call, text, reason
 @pytest.mark.parametrize(
     ("text", "reasoning_open", "unclosed"),
     [
-        ("", False, False),
-        ("", True, True),
-        ("Hm", True, True),
         ("\n<think>\nHm", True, True),
-        ("<think>", False, True),
-        (f"<think>Hm {CALL}", False, True),
-        ("<think>Hm</think>", False, False),
-        ("Hm</think>", True, False),
-        ("Hm</think>", False, False),
-        ("Hm</think>\n\nYes.", True, False),
         ("<think>Hm</think>\n\nYes.\n<think>No, ", False, True),
-        ("Yes.", False, False),
+        ("Hm</think>\n\nYes.", True, False),
         ('<tool_call>\n{"name": "f", "arguments": {"a": "<think>"}}\n</tool_call>', False, False),
     ],
 )
@@ -465,20 +423,6 @@ def encode(*pieces, tokenizer=TOKENIZER):
     }
 
 
-def test_a_call_with_real_mark_tokens_is_a_call():
-    turn = HermesToolParser().parse_turn(**encode("Hm. " + CALL))
-    assert [call.name for call in turn.tool_calls] == ["ls"]
-    assert turn.text == "Hm."
-
-
-def test_ordinary_tokens_that_look_like_a_call_are_text():
-    sampled = encode("The format is <tool", '_call>{"name": "ls"}</tool', "_call>, as you see.")
-    assert HermesToolParser().parse(sampled["text"]) != []
-    turn = HermesToolParser().parse_turn(**sampled)
-    assert turn.tool_calls == ()
-    assert turn.text == 'The format is <tool_call>{"name": "ls"}</tool_call>, as you see.'
-
-
 def test_ordinary_tokens_that_look_like_reasoning_marks_are_text():
     turn = HermesToolParser().parse_turn(**encode("Write <thin", "k> and </thin", "k>, then ", CALL))
     assert turn.reasoning is None
@@ -497,29 +441,6 @@ def test_a_look_alike_in_open_reasoning_does_not_close_it():
     assert turn.tool_calls == ()
     assert turn.reasoning == f"I end with </think> {CALL}"
     assert turn.text == "Done."
-
-
-def test_a_look_alike_end_mark_leaves_the_call_unterminated():
-    (call,) = HermesToolParser().parse(**encode('<tool_call>{"name": "ls"}</tool', "_call>"))
-    assert call.status is ToolCallStatus.UNTERMINATED
-    assert call.raw == '{"name": "ls"}</tool_call>'
-
-
-def test_a_string_may_contain_look_alikes_and_real_marks():
-    sampled = encode(
-        '<tool_call>{"name": "f", "arguments": {"x": "</tool', '_call> </tool_call> \U0001f642"}}</tool_call>'
-    )
-    (call,) = HermesToolParser().parse(**sampled)
-    assert call.input == {"x": "</tool_call> </tool_call> \U0001f642"}
-
-
-def test_a_look_alike_does_not_end_a_value():
-    fake = "</parameter>\n</function>\n</tool"
-    sampled = encode(
-        "<tool_call>\n<function=f>\n<parameter=x>\na", fake, "_call>\nb\n</parameter>\n</function>\n</tool_call>"
-    )
-    (call,) = QwenXMLToolParser().parse(**sampled)
-    assert call.input == {"x": f"a{fake}_call>\nb"}
 
 
 def test_marks_of_several_tokens_are_found_by_their_text():
@@ -596,19 +517,20 @@ def test_ids_need_a_tokenizer_and_a_tokenizer_needs_ids(missing):
 # === hermes ===
 
 
-HERMES_PIECES = st.one_of(st.sampled_from((*MARKS, "\n", '"', "{", "}", "\\")), st.text(max_size=6))
-TEXTS = st.lists(HERMES_PIECES, max_size=5).map("".join)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
-    max_leaves=5,
-)
-ARGUMENTS = st.dictionaries(TEXTS, VALUES, max_size=3)
+class TestHermes(ParserChecks):
+    format = Format(
+        parser=HermesToolParser(),
+        write=write_json_objects,
+        tokens=MARKS,
+        tags=('{"name": ',),
+        malformed=("",),
+        closer='"}}</tool_call>',
+        strict_json=True,
+    )
 
 
-def written(name="search", arguments=None, *, ensure_ascii=False):
-    call = {"name": name, "arguments": {} if arguments is None else arguments}
-    return f"<tool_call>\n{json.dumps(call, ensure_ascii=ensure_ascii)}\n</tool_call>"
+def written(name):
+    return write_json_objects([(name, {})])
 
 
 parse = HermesToolParser().parse
@@ -623,35 +545,6 @@ def assert_refused(result, status):
     assert (result.status, result.is_error) == (status, True)
     assert (result.name, result.input) == (ToolParseResult.UNKNOWN_NAME, {})
     assert result.error
-
-
-def test_a_call_is_read_from_the_text_alone():
-    result = only(written("search", {"query": "strands", "limit": 3}))
-    assert (result.name, result.input, result.status) == ("search", {"query": "strands", "limit": 3}, ToolCallStatus.OK)
-    assert not result.is_error
-    assert json.loads(result.payload) == result.input
-
-
-@given(ARGUMENTS, st.booleans())
-def test_arguments_round_trip(arguments, ensure_ascii):
-    turn = HermesToolParser().parse_turn("Hm.\n" + written("f", arguments, ensure_ascii=ensure_ascii))
-    (result,) = turn.tool_calls
-    assert result.input == arguments
-    assert json.dumps(result.input) == json.dumps(arguments)
-    assert (turn.text, turn.reasoning) == ("Hm.", None)
-
-
-@settings(max_examples=30)
-@given(st.lists(ARGUMENTS, max_size=4), st.sampled_from(["", "\n", " and "]))
-def test_several_calls_keep_their_order(batch, between):
-    calls = parse(between.join(written(f"f{index}", arguments) for index, arguments in enumerate(batch)))
-    assert [(call.name, call.input) for call in calls] == [(f"f{i}", arguments) for i, arguments in enumerate(batch)]
-
-
-def test_every_parsed_call_has_a_new_id():
-    ids = [call.id for _ in range(50) for call in parse(written() + written())]
-    assert len(set(ids)) == 100
-    assert all(identifier.startswith("call_") for identifier in ids)
 
 
 def test_missing_arguments_are_empty():
@@ -722,17 +615,6 @@ def test_a_call_without_an_end_mark_is_unterminated(body, truncated):
     assert turn.text == "Let me see."
 
 
-def test_a_mark_in_a_json_string_does_not_end_the_call():
-    arguments = {"text": 'use </tool_call> and <tool_call>{"name": "rm"}</tool_call> and </think>'}
-    assert only(written("write", arguments) + "done").input == arguments
-
-
-def test_a_call_quoted_without_escapes_does_not_run():
-    inner = written("rm", {"path": "/"})
-    text = '<tool_call>{"name": "write", "arguments": {"text": "see ' + inner + '"}}</tool_call>'
-    assert all(call.is_error for call in parse(text))
-
-
 def test_a_start_mark_inside_a_call_starts_no_other_call():
     (result,) = parse("<tool_call>\n" + written("rm"))
     assert_refused(result, ToolCallStatus.MALFORMED)
@@ -749,13 +631,6 @@ def test_a_stray_end_mark_is_text():
     assert (turn.text, turn.tool_calls) == ("All done.</tool_call>", ())
 
 
-@pytest.mark.parametrize("tools", [None, [], [{"name": "search", "description": "", "inputSchema": {"json": {}}}]])
-@pytest.mark.parametrize("name", ["serach", "search now", "search\n", "s" * 65])
-def test_an_unknown_tool_name_is_returned_unchanged(name, tools):
-    result = only(written(name, {"query": "x"}), tools=tools)
-    assert (result.status, result.name, result.input) == (ToolCallStatus.OK, name, {"query": "x"})
-
-
 @pytest.mark.parametrize("body", ['{"name": "search", "arguments": {', '{"name":"search", nonsense'])
 def test_a_broken_call_keeps_its_attempted_name(body):
     assert only(f"<tool_call>{body}</tool_call>").attempted_name == "search"
@@ -767,12 +642,6 @@ def test_the_marks_can_be_changed():
     assert result.name == "f"
     with pytest.raises(ValueError, match="needs a tool_start_token and a tool_end_token"):
         HermesToolParser(tool_end_token="")
-
-
-@given(st.lists(HERMES_PIECES).map("".join), st.booleans(), st.booleans())
-def test_no_text_raises(text, reasoning_open, truncated):
-    turn = HermesToolParser().parse_turn(text, reasoning_open=reasoning_open, truncated=truncated, tools=[])
-    assert all(call.is_error for call in turn.tool_calls)
 
 
 QUOTED = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
@@ -799,41 +668,29 @@ def test_calls_quoted_in_a_broken_call_do_not_run(text):
     assert all(call.is_error for call in calls)
 
 
-def test_a_valid_call_next_to_a_closed_broken_call_runs():
-    broken = "<tool_call>oops</tool_call>"
-    statuses = [call.is_error for call in HermesToolParser().parse(broken + QUOTED)]
-    assert statuses == [True, False]
-
-
 # === formats with plain text between tags: calls, and where values end ===
 # The type of a value comes from the schema, from any part of it.
 
 
-TAGS = ("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "</think>")
-TAGGED_TEXTS = st.lists(st.one_of(st.sampled_from((*TAGS, "\n", "  ", "null", "1", "{")), st.text(max_size=6))).map(
-    "".join
-)
-FLOATS = st.floats(allow_nan=False, allow_infinity=False)
-TAGGED_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | FLOATS | TAGGED_TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TAGGED_TEXTS, inner, max_size=3),
-    max_leaves=6,
-)
-
-
-def as_template(value, *, python_literals):
-    """Write a value as a chat template does: Qwen3-Coder and Qwen3.5 with Python literals, later ones as JSON."""
-    if isinstance(value, str) or (python_literals and not isinstance(value, (dict, list))):
-        return str(value)
-    return json.dumps(value, ensure_ascii=False)
-
-
-def tagged_written(name, arguments, *, python_literals=False):
-    body = "".join(
-        f"<parameter={key}>\n{as_template(value, python_literals=python_literals)}\n</parameter>\n"
-        for key, value in arguments.items()
+class TestQwenXML(ParserChecks):
+    format = Format(
+        parser=QwenXMLToolParser(),
+        write=writer(
+            "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>",
+            "\n",
+            arguments=pairs("<parameter=%s>\n%s\n</parameter>\n"),
+        ),
+        tokens=MARKS,
+        tags=("<function=f>", "</function>", "<parameter=a>", "</parameter>"),
+        malformed=("",),
+        closer="\n</parameter>\n</function>\n</tool_call>",
+        # The end of a call, and text that could be the rest of a call whose value was never closed.
+        loses_string=re.compile(r"</function>\s*</tool_call>|(?:^|\n)<parameter=[^>\n]+>(?:\n|$)").search,
     )
-    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+def tagged_written(name, arguments):
+    return TestQwenXML.format.write([(name, arguments)])
 
 
 def tool(name, properties, **schema):
@@ -849,32 +706,6 @@ def value_of(written_value, schema, **root):
     result = tagged_only(tagged_written("f", {"x": written_value}), tools=[tool("f", {"x": schema}, **root)])
     assert result.status is ToolCallStatus.OK, result.error
     return result.input["x"]
-
-
-@given(st.dictionaries(KEYS, TAGGED_VALUES, max_size=4), st.booleans())
-def test_tagged_arguments_round_trip(arguments, python_literals):
-    # The end of a call, and text that could be the rest of a call whose value was never closed.
-    lost_in_the_format = re.compile(r"</function>\s*</tool_call>|\n<parameter=[^>\n]+>\n")
-    for value in arguments.values():
-        text = as_template(value, python_literals=python_literals)
-        assume(lost_in_the_format.search(f"\n{text}\n</parameter>\n") is None)
-    properties = {key: {"type": JSON_TYPE[type(value)]} for key, value in arguments.items()}
-    turn = QwenXMLToolParser().parse_turn(
-        "So:\n\n" + tagged_written("f", arguments, python_literals=python_literals), tools=[tool("f", properties)]
-    )
-    (result,) = turn.tool_calls
-    assert result.error is None
-    assert result.input == arguments
-    assert [type(value) for value in result.input.values()] == [type(value) for value in arguments.values()]
-    assert turn.text == "So:"
-
-
-@pytest.mark.parametrize(
-    "value", ["123", "true", "null", "None", "", "  x ", '{"a": 1}', '"quoted"', "\n\n", "    def f():\n\treturn 1\n"]
-)
-def test_a_declared_string_is_kept_unchanged(value):
-    assert value_of(value, {"type": "string"}) == value
-    assert value_of(value, {"type": "string", "enum": ["a"]}) == value
 
 
 def test_line_breaks_between_tags_are_optional():
@@ -997,15 +828,6 @@ def test_an_inexact_tagged_call_is_malformed(body):
     assert turn.text == "A\nB"
 
 
-@pytest.mark.parametrize("end", range(len("<tool_call>"), len(tagged_written("f", {"a": 1, "b": "x"})) - 1, 3))
-def test_a_call_cut_off_anywhere_is_unterminated(end):
-    turn = QwenXMLToolParser().parse_turn("A\n" + tagged_written("f", {"a": 1, "b": "x"})[:end], truncated=True)
-    (result,) = turn.tool_calls
-    assert (result.status, result.name) == (ToolCallStatus.UNTERMINATED, ToolParseResult.UNKNOWN_NAME)
-    assert "cut off" in (result.error or "")
-    assert turn.text == "A"
-
-
 def test_tags_inside_a_value_belong_to_the_value():
     code = "x = '</parameter>'\n</tool_call> <tool_call>\n<function=rm>\n</function> </think>\n<parameter=y>z"
     turn = QwenXMLToolParser().parse_turn(tagged_written("write", {"code": code, "n": 1}))
@@ -1025,17 +847,6 @@ def test_an_unclosed_value_does_not_swallow_the_next_call():
 def test_a_name_that_no_tool_has_is_read_as_written_in_tags(name):
     result = tagged_only(tagged_written(name, {"x": 1}), tools=[tool("f", {})])
     assert (result.status, result.name, result.input) == (ToolCallStatus.OK, name, {"x": 1})
-
-
-TAGGED_PIECES = st.lists(st.sampled_from([*TAGS, "<think>", "\n", " ", "x", "<function=", "<parameter=", ">"])).map(
-    "".join
-)
-
-
-@given(st.one_of(TAGGED_PIECES, TAGGED_TEXTS), st.booleans(), st.booleans())
-def test_no_tagged_text_raises(text, reasoning_open, truncated):
-    turn = QwenXMLToolParser().parse_turn(text, reasoning_open=reasoning_open, truncated=truncated, tools=[])
-    assert all(call.is_error for call in turn.tool_calls)
 
 
 def test_a_value_that_closes_its_own_call_runs_nothing():
@@ -1066,14 +877,6 @@ def test_tags_inside_json_strings_belong_to_them():
 def test_a_list_that_is_not_json_is_rejected():
     text = "<tool_call><function=f><parameter=a>['x']</parameter></function></tool_call>"
     assert "must be an array" in (tagged_only(text, tools=[tool("f", {"a": {"type": "array"}})]).error or "")
-
-
-def test_calls_after_the_first_thousand_are_one_malformed_call():
-    calls = QwenXMLToolParser().parse(tagged_written("f", {}) * 1005)
-    assert [call.status for call in calls[:1000]] == [ToolCallStatus.OK] * 1000
-    assert [(call.status, call.error) for call in calls[1000:]] == [
-        (ToolCallStatus.MALFORMED, "a turn may contain at most 1000 calls")
-    ]
 
 
 _TOKEN = "]<]minimax[>["
