@@ -84,11 +84,6 @@ class TestDeepSeekV3(ParserChecks):
     )
 
 
-def test_deepseek_v3_arguments_must_be_an_object():
-    (found,) = DeepSeekV3ToolParser().parse(DEEPSEEK_BEGIN + DEEPSEEK_V3_CALL % ("f", "[]") + DEEPSEEK_END)
-    assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
-
-
 def test_a_fence_inside_a_string_does_not_end_the_arguments():
     calls = [("write", {"text": "```json\n{}\n```<｜tool▁call▁end｜>"})]
     assert summary(DeepSeekV3ToolParser().parse(deepseek_v3_written(calls))) == calls
@@ -129,11 +124,6 @@ class TestDeepSeekV31(ParserChecks):
         closer="}<｜tool▁call▁end｜>" + DEEPSEEK_END,
         strict_json=True,
     )
-
-
-def test_deepseek_v3_1_arguments_must_be_an_object():
-    (found,) = DeepSeekV31ToolParser().parse(DEEPSEEK_BEGIN + DEEPSEEK_V3_1_CALL % ("f", '"{}"') + DEEPSEEK_END)
-    assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
 
 
 KIMI_K2_BEGIN, KIMI_K2_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -191,12 +181,6 @@ def test_a_failed_call_keeps_its_native_id(arguments):
     for after in (KIMI_K2_END, f" {KIMI_K2_END} and {KIMI_K2_END}", ""):
         (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:3", arguments) + after)
         assert (found.is_error, found.native_id, found.attempted_name) == (True, "functions.f:3", "f")
-
-
-@pytest.mark.parametrize("arguments", ["[]", '"x"', "1", "null"])
-def test_kimi_k2_arguments_must_be_an_object(arguments):
-    (found,) = KimiK2ToolParser().parse(KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:0", arguments) + KIMI_K2_END)
-    assert found.status is ToolCallStatus.NOT_AN_OBJECT
 
 
 def test_white_space_around_marks_and_arguments_is_ignored():
@@ -333,11 +317,6 @@ def test_the_error_of_a_wrong_type_says_where(value, schema, error):
     assert error in (found.error or "")
 
 
-def test_a_token_without_a_tag_is_text():
-    calls = [("f", {"a": f"{NS} is a token"})]
-    assert summary(MiniMaxM3ToolParser().parse(m3_written(calls), tools=tools_for(calls))) == calls
-
-
 def test_white_space_between_elements_is_ignored():
     body = f"\n  {NS}<a>\n  {NS}<item>1{NS}</item>\n  {NS}</a>\n"
     assert summary(MiniMaxM3ToolParser().parse(f"{M3_BEGIN}{M3_CALL % ('f', body)}{M3_END}")) == [("f", {"a": [1]})]
@@ -470,31 +449,12 @@ def test_line_breaks_between_glm_tags_are_optional():
         assert summary(GLMToolParser().parse(write(calls), tools=tools_for(calls))) == calls
 
 
-def test_glm_decodes_json_without_a_schema():
-    (call,) = GLMToolParser().parse(glm_written([("f", {"a": "12", "b": "true", "c": "1 + 1", "d": '"x"'})]))
-    assert call.input == {"a": 12, "b": True, "c": "1 + 1", "d": '"x"'}
-
-
-def test_a_glm_value_of_the_wrong_type_is_malformed():
-    (call,) = GLMToolParser().parse(glm_written([("f", {"a": "three"})]), tools=tools_for([("f", {"a": 3})]))
-    assert (call.status, call.attempted_name) == (ToolCallStatus.MALFORMED, "f")
-    assert "'a' is invalid: it must be an integer" in (call.error or "")
-
-
 def test_an_unclosed_value_does_not_swallow_the_next_call():
     broken, good = GLMToolParser().parse(
         "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>" + glm_written([("g", {"b": "2"})])
     )
     assert (broken.status, broken.attempted_name) == (ToolCallStatus.MALFORMED, "f")
     assert (good.name, good.input) == ("g", {"b": 2})
-
-
-def test_unmatched_glm_tags_belong_to_the_value():
-    code = "</arg_value> <arg_key>b</arg_key> </tool_call> <tool_call>rm</tool_call> </think>"
-    calls = [("write", {"code": code})]
-    turn = GLMToolParser().parse_turn(glm_written(calls))
-    assert summary(turn.tool_calls) == calls
-    assert turn.reasoning is None
 
 
 def opened(tag, **attributes):
@@ -575,12 +535,6 @@ def test_arguments_may_be_one_json_object():
     ]
 
 
-def test_one_json_value_must_be_an_object():
-    body = opened("json", type="object") + "[]" + closed("json")
-    (found,) = KimiK3ToolParser().parse(opened("tools") + kimi_k3_call("f", body) + closed("tools"))
-    assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
-
-
 @pytest.mark.parametrize("key", ['a"b', "a&b", "&quot;", "&amp;quot;", "ä b"])
 def test_names_of_arguments_are_unescaped(key):
     assert summary(KimiK3ToolParser().parse(kimi_k3_written([("f", {key: 1})]))) == [("f", {key: 1})]
@@ -626,26 +580,14 @@ class TestMiniMaxM2(ParserChecks):
     )
 
 
-def test_minimax_m2_decodes_json_without_a_schema():
-    (found,) = MiniMaxM2ToolParser().parse(
-        minimax_m2_written([("f", {"a": "12", "b": "true", "c": "1 + 1", "d": '"x"'})])
-    )
-    assert found.input == {"a": 12, "b": True, "c": "1 + 1", "d": '"x"'}
-
-
-def test_a_value_of_the_wrong_type_fails_only_its_call():
+@pytest.mark.parametrize("of", [TestGLM, TestMiniMaxM2])
+def test_a_value_of_the_wrong_type_fails_only_its_call(of):
     calls = [("a", {}), ("f", {"x": "three"}), ("b", {})]
     tools = tools_for([("a", {}), ("f", {"x": 3}), ("b", {})])
-    first, invalid, last = MiniMaxM2ToolParser().parse(minimax_m2_written(calls), tools=tools)
+    first, invalid, last = of.format.parser.parse(of.format.write(calls), tools=tools)
     assert (first.name, last.name) == ("a", "b")
     assert (invalid.status, invalid.attempted_name) == (ToolCallStatus.MALFORMED, "f")
     assert "'x' is invalid: it must be an integer" in (invalid.error or "")
-
-
-def test_unmatched_minimax_m2_tags_belong_to_the_value():
-    code = 'x = "</parameter>" </invoke> <parameter name="a"> </minimax:tool_call> </think>'
-    calls = [("write", {"code": code, "n": 1}), ("g", {})]
-    assert summary(MiniMaxM2ToolParser().parse(minimax_m2_written(calls))) == calls
 
 
 def test_a_value_that_closes_its_own_section_runs_nothing():
@@ -701,18 +643,6 @@ def test_lists_and_objects_may_be_python_or_json(value, spell):
     text = f"<seed:tool_call><function=f><parameter=x>{spell(value)}</parameter></function></seed:tool_call>"
     (call,) = SeedOSSToolParser().parse(text, tools=tools_for([("f", {"x": value})]))
     assert same(call.input, {"x": value})
-
-
-def test_a_string_that_looks_like_a_python_list_stays_a_string():
-    text = "<seed:tool_call><function=f><parameter=x>['a']</parameter></function></seed:tool_call>"
-    (call,) = SeedOSSToolParser().parse(text, tools=tools_for([("f", {"x": ""})]))
-    assert call.input == {"x": "['a']"}
-
-
-def test_newlines_around_a_seed_oss_value_belong_to_it():
-    text = "<seed:tool_call><function=f><parameter=x>\na\n</parameter></function></seed:tool_call>"
-    (call,) = SeedOSSToolParser().parse(text, tools=tools_for([("f", {"x": ""})]))
-    assert call.input == {"x": "\na\n"}
 
 
 GRANITE_TOKENS = ("<tool_call>", "</tool_call>", "<|tool_call|>", "<think>", "</think>")
@@ -1045,11 +975,6 @@ def test_mistral_native_ids_are_kept(text, native_ids):
     assert [call.native_id for call in calls] == native_ids
 
 
-def test_mistral_arguments_must_be_an_object():
-    (call,) = MistralToolParser().parse("[TOOL_CALLS]f[ARGS][1]")
-    assert (call.status, call.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
-
-
 def test_a_call_quoted_in_a_broken_call_does_not_run():
     (call,) = MistralToolParser().parse('[TOOL_CALLS]f[ARGS]{"a": "x" [TOOL_CALLS]rm[ARGS]{}"}')
     assert (call.status, call.attempted_name) == (ToolCallStatus.MALFORMED, "f")
@@ -1235,11 +1160,6 @@ def test_a_call_to_something_else_is_an_unknown_tool():
     assert (call.status, call.attempted_name) == (ToolCallStatus.UNKNOWN_TOOL, "browser.search")
 
 
-def test_harmony_arguments_must_be_an_object():
-    (call,) = HARMONY_PARSER.parse("<|channel|>commentary to=functions.f<|message|>[1]")
-    assert (call.status, call.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
-
-
 def test_a_call_quoted_in_a_final_answer_is_text():
     turn = HARMONY_PARSER.parse_turn(
         "<|channel|>final<|message|>Like " + harmony_write([("rm", {})]).removesuffix("<|call|>")
@@ -1367,3 +1287,52 @@ def test_a_turn_that_only_begins_as_an_object_is_an_error(text, status):
     turn = Phi4ToolParser().parse_turn(text, truncated=status is ToolCallStatus.UNTERMINATED)
     assert [(call.status, call.attempted_name) for call in turn.tool_calls] == [(status, "f")]
     assert turn.text == ""
+
+
+# === what several formats have in common ===
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (DeepSeekV3ToolParser(), DEEPSEEK_BEGIN + DEEPSEEK_V3_CALL % ("f", "[]") + DEEPSEEK_END),
+        (DeepSeekV31ToolParser(), DEEPSEEK_BEGIN + DEEPSEEK_V3_1_CALL % ("f", '"{}"') + DEEPSEEK_END),
+        *(
+            (KimiK2ToolParser(), KIMI_K2_BEGIN + KIMI_K2_CALL % ("functions.f:0", arguments) + KIMI_K2_END)
+            for arguments in ("[]", '"x"', "1", "null")
+        ),
+        (
+            KimiK3ToolParser(),
+            opened("tools")
+            + kimi_k3_call("f", opened("json", type="object") + "[]" + closed("json"))
+            + closed("tools"),
+        ),
+        (MistralToolParser(), "[TOOL_CALLS]f[ARGS][1]"),
+        (HarmonyToolParser(), "<|channel|>commentary to=functions.f<|message|>[1]"),
+    ],
+)
+def test_arguments_must_be_an_object(parser, text):
+    (found,) = parser.parse(text)
+    assert (found.status, found.attempted_name) == (ToolCallStatus.NOT_AN_OBJECT, "f")
+
+
+@pytest.mark.parametrize("of", [TestGLM, TestMiniMaxM2])
+def test_json_between_tags_is_decoded_without_a_schema(of):
+    (found,) = of.format.parser.parse(of.format.write([("f", {"a": "12", "b": "true", "c": "1 + 1", "d": '"x"'})]))
+    assert found.input == {"a": 12, "b": True, "c": "1 + 1", "d": '"x"'}
+
+
+@pytest.mark.parametrize(
+    ("of", "text"),
+    [
+        (TestGLM, "</arg_value> <arg_key>b</arg_key> </tool_call> <tool_call>rm</tool_call> </think>"),
+        (TestMiniMaxM2, 'x = "</parameter>" </invoke> <parameter name="a"> </minimax:tool_call> </think>'),
+        (TestMiniMaxM3, f"{NS} is a token"),
+        (TestSeedOSS, "['a']"),
+        (TestSeedOSS, "\na\n"),
+    ],
+)
+def test_a_string_with_unmatched_marks_is_kept(of, text):
+    calls = [("write", {"code": text, "n": 1}), ("g", {})]
+    turn = of.format.parser.parse_turn(of.format.write(calls), tools=tools_for(calls))
+    assert (summary(turn.tool_calls), turn.reasoning) == (calls, None)
