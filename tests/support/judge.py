@@ -227,6 +227,10 @@ class Judge:
         """Return the text of a request's prompt."""
         return self.server.requests[index].text
 
+    def with_text(self, text):
+        """Return the indexes of the requests whose prompts hold a text."""
+        return [i for i, request in enumerate(self.server.requests) if text in request.text]
+
     def masks(self):
         return response_masks(self.trajectory)
 

@@ -62,6 +62,13 @@ from support.slime import Sample, slime_args
 
 TOOLS = make_tools()[0]
 
+
+async def ask_at_length(agent, questions, sentences):
+    """Ask numbered questions of that many sentences."""
+    for i in range(questions):
+        await agent.invoke_async(f"Question-{i}? " + "The weather in Paris is sunny today. " * sentences)
+
+
 # === what Strands' context and conversation managers, memory aside, do to a history, and the tokens that they count ===
 
 
@@ -131,8 +138,7 @@ async def test_a_marker_of_removed_messages_is_prompt(judged, place):
     kept = 4 if place == "inside an own answer" else 3
     strategies = [Offload.drop("*").when(utilization=0.35, preserve_recent=kept)]
     agent = judge.agent(conversation_manager=None, context_manager={"strategies": strategies})
-    for i in range(6):
-        await agent.invoke_async(f"Question-{i}? " + "The weather in Paris is sunny today. " * 4)
+    await ask_at_length(agent, 6, 4)
     judge.check()
     assert len(judge.trajectory.sequences()) > 1
     marked = next(m["content"] for m in agent.messages if "[Dropped" in m["content"][-1].get("text", ""))
@@ -152,8 +158,7 @@ async def test_a_summary_inside_the_loop_is_auxiliary(judged):
     judge = judged(answer, context_window_limit=3000)
     strategies = [Offload.summarize("*").when(utilization=0.35, preserve_recent=3)]
     agent = judge.agent(conversation_manager=None, context_manager={"strategies": strategies})
-    for i in range(6):
-        await agent.invoke_async(f"Question-{i}? " + "The weather in Paris is sunny today. " * 4)
+    await ask_at_length(agent, 6, 4)
     summaries = [i for i, request in enumerate(judge.server.requests) if "Be brief." not in request.text]
     assert summaries
     judge.check(auxiliary=summaries)
@@ -252,19 +257,20 @@ async def test_an_overflow_that_shortens_a_result_opens_a_sequence(judged):
     assert judge.masks() == [[1, 1], [0, 1]]
 
 
+def summarizing(**how):
+    return SummarizingConversationManager(summary_ratio=0.5, preserve_recent_messages=2, **how)
+
+
 # Row 3
 async def test_a_summary_is_auxiliary_and_opens_a_sequence(judged):
     def answer(request):
         return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
 
     judge = judged(answer, max_context_tokens=600)
-    manager = SummarizingConversationManager(
-        summary_ratio=0.5, preserve_recent_messages=2, summarization_system_prompt="Sum up."
-    )
+    manager = summarizing(summarization_system_prompt="Sum up.")
     agent = judge.agent(conversation_manager=manager)
-    for i in range(7):
-        await agent.invoke_async(f"Question-{i}? " + "The weather in Paris is sunny today. " * 10)
-    summaries = [i for i, request in enumerate(judge.server.requests) if "summarize this" in request.text]
+    await ask_at_length(agent, 7, 10)
+    summaries = judge.with_text("summarize this")
     assert summaries
     judge.check(auxiliary=summaries)
     trained = judge.trained_text()
@@ -282,9 +288,7 @@ async def test_summaries_of_concurrent_episodes_stay_in_their_episodes(judged):
 
     async def episode(name):
         with judge.model.episode() as trajectory:
-            manager = SummarizingConversationManager(
-                summary_ratio=0.5, preserve_recent_messages=2, summarization_system_prompt="Sum up."
-            )
+            manager = summarizing(summarization_system_prompt="Sum up.")
             agent = judge.agent(conversation_manager=manager)
             for i in range(7):
                 await agent.invoke_async(f"Question-{i}? " + f"The weather in {name} is sunny today. " * 10)
@@ -292,7 +296,7 @@ async def test_summaries_of_concurrent_episodes_stay_in_their_episodes(judged):
 
     # The same first question in pairs: what differs comes later.
     trajectories = await asyncio.gather(*(episode(name) for name in ("Paris", "Paris", "Rome")))
-    summaries = [i for i, request in enumerate(judge.server.requests) if "summarize this" in request.text]
+    summaries = judge.with_text("summarize this")
     assert len(summaries) >= 3
     judge.check(*trajectories, auxiliary=summaries)
     assert all(any(turn.is_auxiliary for turn in trajectory.turns) for trajectory in trajectories)
@@ -1410,7 +1414,7 @@ async def test_facts_extracted_after_the_loop_are_auxiliary(judged):
         for i in range(2):
             await agent.invoke_async(f"Question-{i}?")
             await manager.flush()
-    extractions = [i for i, request in enumerate(judge.server.requests) if "Extract facts" in request.text]
+    extractions = judge.with_text("Extract facts")
     assert len(extractions) == 2
     assert store.remembered == ["EXTRACTED"] * 2
     judge.check(trajectory, auxiliary=extractions)
@@ -2336,7 +2340,7 @@ async def test_a_judge_is_recorded_untrained_in_any_order(judged, first):
     }
     for name in (first, *({"actor", "judge"} - {first})):
         await agents[name].invoke_async("Question?")
-    helped = [i for i, request in enumerate(judge.server.requests) if "You judge." in request.text]
+    helped = judge.with_text("You judge.")
     judge.check(auxiliary=helped)
     trajectory = judge.trajectory
     assert [turn.index for turn in trajectory.turns if turn.is_auxiliary] == helped
@@ -2429,7 +2433,7 @@ async def test_helpers_that_strands_makes_are_auxiliary(judged):
     goal = GoalLoop(goal="Be good.", max_attempts=3)
     agent = judge.agent(plugins=[goal], aux_model=judge.model.auxiliary)
     await agent.invoke_async("Question?")
-    helped = [i for i, request in enumerate(judge.server.requests) if "JudgeOutcome" in request.text]
+    helped = judge.with_text("JudgeOutcome")
     assert len(helped) == 2
     judge.check(auxiliary=helped, masks=[[1, 1]])
 
@@ -2440,12 +2444,11 @@ async def test_a_summarizer_in_a_managers_thread_is_auxiliary(judged):
 
     judge = judged(answer, max_context_tokens=600)
     writer = make_agent(judge.model.auxiliary, system_prompt="You sum up.")
-    manager = SummarizingConversationManager(summary_ratio=0.5, preserve_recent_messages=2, summarization_agent=writer)
+    manager = summarizing(summarization_agent=writer)
     with judge.model.episode() as trajectory:
         agent = judge.agent(conversation_manager=manager)
-        for i in range(7):
-            await agent.invoke_async(f"Question-{i}? " + "The weather in Paris is sunny today. " * 10)
-    summaries = [i for i, request in enumerate(judge.server.requests) if "summarize this" in request.text]
+        await ask_at_length(agent, 7, 10)
+    summaries = judge.with_text("summarize this")
     assert summaries
     judge.check(trajectory, auxiliary=summaries)
     assert len(judge.trajectory) == 0

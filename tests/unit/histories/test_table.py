@@ -37,6 +37,7 @@ from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from support.agents import assistant, call, has_module, make_agent, make_tools, needs_module
 
 COMPUTES = call(expression="2 * 3")
+CALCULATOR = make_tools()[0][0]
 AFTERWARDS = ("nothing", "a question", "a summary", "the same question")
 DOCS = Path(__file__).parents[3] / "docs" / "histories.md"
 COLUMNS = ("answers", "reported right", "right", "not known", "wrong")
@@ -80,6 +81,14 @@ class Stage:
         for i in range(self.before):
             await agent.invoke_async(f"Before {i}?")
         self.says = says
+        return agent
+
+    async def asked(self, *tools, hook=None, **kwargs):
+        """An agent that was asked a question, with what comes before; `hook` is a callback and its event."""
+        agent = await self.agent(*tools, **kwargs)
+        if hook is not None:
+            agent.add_hook(*hook)
+        await agent.invoke_async("Question?")
         return agent
 
     async def play(self, way, afterwards):
@@ -154,9 +163,7 @@ async def test_a_sliding_window_drops_the_oldest_messages(check_row):
     async def window_per_turn(stage):
         stage.says = [COMPUTES, COMPUTES, COMPUTES]
         manager = SlidingWindowConversationManager(window_size=4, per_turn=True)
-        agent = await stage.agent(make_tools()[0][0], conversation_manager=manager)
-        await agent.invoke_async("Question?")
-        return agent
+        return await stage.asked(CALCULATOR, conversation_manager=manager)
 
     await check_row(1, window, window_per_turn)
 
@@ -200,17 +207,13 @@ async def test_a_context_manager_drops_results_or_adds_a_status(check_row):
 
         stage.says = [COMPUTES] * 4
         strategies = [Offload.drop("tool_results").when(preserve_recent=2)]
-        agent = await stage.agent(
-            make_tools()[0][0], conversation_manager=None, context_manager={"strategies": strategies}
-        )
+        agent = await stage.agent(CALCULATOR, conversation_manager=None, context_manager={"strategies": strategies})
         await agent.invoke_async("Question?")
         return agent
 
     async def status(stage):
         stage.says = [COMPUTES] * 2
-        agent = await stage.agent(make_tools()[0][0], conversation_manager=None, context_manager="agentic")
-        await agent.invoke_async("Question?")
-        return agent
+        return await stage.asked(CALCULATOR, conversation_manager=None, context_manager="agentic")
 
     await check_row(4, dropped, status)
 
@@ -219,9 +222,7 @@ async def test_text_is_injected_for_one_call_only(check_row):
     async def injected(stage):
         stage.says = [COMPUTES]
         plugin = ContextInjector(lambda context: "<now>noon</now>", trigger="everyTurn")
-        agent = await stage.agent(make_tools()[0][0], plugins=[plugin])
-        await agent.invoke_async("Question?")
-        return agent
+        return await stage.asked(CALCULATOR, plugins=[plugin])
 
     await check_row(5, injected)
 
@@ -288,29 +289,22 @@ async def test_a_hook_replaces_an_answer_edits_it_or_its_tool_input(check_row):
                     message["content"] = [{"text": "REPLACED"}]
 
             stage.says = ["THROWN."]
-            agent = await stage.agent()
-            agent.add_hook(replace, event_type)
-            await agent.invoke_async("Question?")
-            return agent
+            return await stage.asked(hook=(replace, event_type))
 
         return play
 
     async def edits_input(stage):
         stage.says = [COMPUTES]
-        agent = await stage.agent(make_tools()[0][0])
-        agent.add_hook(lambda event: event.tool_use["input"].update(expression="5 * 5"), BeforeToolCallEvent)
-        await agent.invoke_async("Question?")
-        return agent
+        return await stage.asked(
+            CALCULATOR, hook=(lambda event: event.tool_use["input"].update(expression="5 * 5"), BeforeToolCallEvent)
+        )
 
     async def tidies(stage):
         def tidy(event):
             if event.message["role"] == "assistant":
                 event.message["content"].append({"text": "(checked)"})
 
-        agent = await stage.agent()
-        agent.add_hook(tidy, MessageAddedEvent)
-        await agent.invoke_async("Question?")
-        return agent
+        return await stage.asked(hook=(tidy, MessageAddedEvent))
 
     async def takes_call_out(stage):
         def take_out(event):
@@ -319,10 +313,7 @@ async def test_a_hook_replaces_an_answer_edits_it_or_its_tool_input(check_row):
                 message["content"] = [block for block in message["content"] if "toolUse" not in block]
 
         stage.says = [f"THROWN. {COMPUTES}"]
-        agent = await stage.agent(make_tools()[0][0])
-        agent.add_hook(take_out, AfterModelCallEvent)
-        await agent.invoke_async("Question?")
-        return agent
+        return await stage.asked(CALCULATOR, hook=(take_out, AfterModelCallEvent))
 
     await check_row(
         7,
@@ -336,7 +327,7 @@ async def test_a_hook_replaces_an_answer_edits_it_or_its_tool_input(check_row):
 async def test_strands_normalises_blank_text_and_invalid_names(check_row):
     async def blank(stage):
         stage.says = [f"  \n {COMPUTES}", call("bad name!"), ""]
-        agent = await stage.agent(make_tools()[0][0])
+        agent = await stage.agent(CALCULATOR)
         await agent.invoke_async("Question?")
         await agent.invoke_async("More?")
         return agent
@@ -348,9 +339,7 @@ async def test_tool_input_goes_through_json(check_row):
     async def json(stage):
         odd = '{"expression" : "2 * 3", "expression":"2 * 4" }'
         stage.says = [f'<tool_call>\n{{"name": "calculator", "arguments": {odd}}}\n</tool_call>']
-        agent = await stage.agent(make_tools()[0][0])
-        await agent.invoke_async("Question?")
-        return agent
+        return await stage.asked(CALCULATOR)
 
     await check_row(9, json)
 
@@ -358,7 +347,7 @@ async def test_tool_input_goes_through_json(check_row):
 async def test_a_cut_tool_call_is_replaced_by_text(check_row):
     async def cut(stage):
         stage.says = [ScriptedAnswer(COMPUTES, finish_reason="length")]
-        agent = await stage.agent(make_tools()[0][0])
+        agent = await stage.agent(CALCULATOR)
         try:
             await agent.invoke_async("Question?")
         except MaxTokensReachedException:
@@ -394,10 +383,7 @@ async def test_a_cancel_puts_text_in_the_place_of_an_answer(check_row):
 
     async def ended(stage):
         stage.says = [COMPUTES]
-        agent = await stage.agent(make_tools()[0][0])
-        agent.add_hook(lambda event: setattr(event, "end_turn", "ENOUGH"), AfterToolsEvent)
-        await agent.invoke_async("Question?")
-        return agent
+        return await stage.asked(CALCULATOR, hook=(lambda event: setattr(event, "end_turn", "ENOUGH"), AfterToolsEvent))
 
     await check_row(11, cancelled, denied, ended)
 
@@ -410,7 +396,7 @@ async def test_structured_output_changes_the_tools(check_row):
 
     async def structured(stage):
         stage.says = [COMPUTES, "KEPT.", call("Total", total=6)]
-        agent = await stage.agent(make_tools()[0][0])
+        agent = await stage.agent(CALCULATOR)
         await agent.invoke_async("Question?", structured_output_model=Total)
         return agent
 
@@ -427,7 +413,7 @@ async def test_a_tool_call_is_left_without_a_result(check_row):
                 raise ZeroDivisionError
 
         stage.says = [COMPUTES]
-        agent = await stage.agent(make_tools()[0][0])
+        agent = await stage.agent(CALCULATOR)
         agent.add_hook(fail, BeforeToolsEvent)
         try:
             await agent.invoke_async("Question?")
@@ -445,7 +431,7 @@ async def test_results_come_late_and_in_another_order(check_row):
                 event.interrupt("approve", reason="may it?")
 
         stage.says = [COMPUTES + call(expression="3 * 3")]
-        agent = await stage.agent(make_tools()[0][0])
+        agent = await stage.agent(CALCULATOR)
         agent.add_hook(ask, BeforeToolCallEvent)
         result = await agent.invoke_async("Question?")
         answers = [{"interruptResponse": {"interruptId": one.id, "response": "yes"}} for one in result.interrupts]
@@ -496,7 +482,7 @@ async def test_the_user_gives_examples_calls_tools_directly_deletes(check_row):
     async def edited(stage):
         shots = [("user", "Example?"), ("assistant", "An example.")]
         messages = [{"role": role, "content": [{"text": text}]} for role, text in shots]
-        agent = await stage.agent(make_tools()[0][0], messages=messages)
+        agent = await stage.agent(CALCULATOR, messages=messages)
         await agent.invoke_async("Question?")
         agent.tool.calculator(expression="2 * 3")
         await agent.invoke_async("More?")
@@ -584,10 +570,7 @@ async def test_a_hook_resumes_the_invocation(check_row):
         def resume(event):
             event.resume = left.pop() if left else None
 
-        agent = await stage.agent()
-        agent.add_hook(resume, AfterInvocationEvent)
-        await agent.invoke_async("Question?")
-        return agent
+        return await stage.asked(hook=(resume, AfterInvocationEvent))
 
     await check_row(22, resumed)
 
@@ -599,10 +582,7 @@ async def test_a_hook_has_a_call_repeated_guides_the_model(check_row):
                 event.retry = event.stop_response is not None and says_thrown(event.stop_response.message)
 
             stage.says = [*answers]
-            agent = await stage.agent(make_tools()[0][0])
-            agent.add_hook(retry, AfterModelCallEvent)
-            await agent.invoke_async("Question?")
-            return agent
+            return await stage.asked(CALCULATOR, hook=(retry, AfterModelCallEvent))
 
         return play
 
@@ -614,9 +594,7 @@ async def test_a_hook_has_a_call_repeated_guides_the_model(check_row):
 
     async def guided(stage):
         stage.says = ["THROWN."]
-        agent = await stage.agent(plugins=[Steering()])
-        await agent.invoke_async("Question?")
-        return agent
+        return await stage.asked(plugins=[Steering()])
 
     async def raised(stage):
         def fail(event):
@@ -638,9 +616,7 @@ async def test_a_hook_has_a_call_repeated_guides_the_model(check_row):
                 return True
 
         stage.says = [ScriptedAnswer("", finish_reason="abort"), "KEPT."]
-        agent = await stage.agent(retry_strategy=Retry(max_attempts=3, initial_delay=0, max_delay=0))
-        await agent.invoke_async("Question?")
-        return agent
+        return await stage.asked(retry_strategy=Retry(max_attempts=3, initial_delay=0, max_delay=0))
 
     await check_row(
         23,
@@ -659,9 +635,7 @@ async def test_a_guardrail_redacts_an_answer_or_its_question_too(check_row):
         async def play(stage):
             stage.says = ["THROWN."]
             stage.model.redaction = redaction
-            agent = await stage.agent()
-            await agent.invoke_async("Question?")
-            return agent
+            return await stage.asked()
 
         return play
 
@@ -678,35 +652,9 @@ async def test_a_guardrail_redacts_an_answer_or_its_question_too(check_row):
 
 
 def test_every_row_has_a_test():
-    described = {
-        1: "old messages fall out of a sliding window",
-        2: "an overflow shortens an old tool result in place",
-        3: "a summary takes the place of the beginning, asked for without an agent",
-        4: "a context manager shortens, drops, merges and marks",
-        5: "text is injected for one call only",
-        6: "middleware asks several times, or makes an answer up",
-        7: "hooks edit messages, results and tool input",
-        8: "Strands normalizes blank text and invalid names",
-        9: "tool input goes through JSON",
-        10: "a cut tool call is replaced by text",
-        11: "a cancel replaces an answer by text",
-        12: "structured output changes the tools",
-        13: "a tool call is left without a result",
-        14: "results come late and in another order",
-        15: "a session, a snapshot or a checkpoint is restored",
-        16: "the user edits, gives examples, calls tools directly",
-        17: "the system prompt or the tools change",
-        18: "results from the background come as calls that were not sampled",
-        19: "other agents' calls come in between",
-        20: "parallel nodes share an invocation state",
-        21: "invocations of one agent interleave",
-        22: "input is merged into a message that was seen",
-        23: "a call is repeated",
-        24: "a guardrail redacts",
-    }
     before_a_test = re.compile(r"((?:^# Row \d+\n)+)(?:@.*\n(?:[ )].*\n)*)*(?:async )?def test_", re.MULTILINE)
     found = set()
     for path in Path(__file__).parent.glob("test_*.py"):
         for rows in before_a_test.findall(path.read_text()):
             found |= {int(number) for number in re.findall(r"\d+", rows)}
-    assert found == set(described)
+    assert found == {int(row) for row in TABLE if row}
