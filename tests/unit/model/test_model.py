@@ -80,6 +80,12 @@ from support.servers import client_in, client_to, hosts_of, network_of, plug, sc
 
 TOOLS = make_tools()[0]
 
+
+async def asked(model, question, tools=None):
+    """The result of an agent that answers one question."""
+    return await make_agent(model, tools).invoke_async(question)
+
+
 # === SGLangModel under a real Strands agent, against the scripted server: what is sent, recorded, and seen ===
 
 
@@ -106,7 +112,7 @@ async def test_a_conversation_of_30_tool_turns_is_one_sequence(rollout):
     answers = [f"Step {i}: " + call(expression=f"{i} * 7") for i in range(30)]
     server, model = rollout([*answers, "Done."])
     tools, ran = make_tools()
-    result = await make_agent(model, tools).invoke_async("Compute a lot.")
+    result = await asked(model, "Compute a lot.", tools)
     assert str(result).strip() == "Done."
     assert ran == [f"{i} * 7" for i in range(30)]
     assert len(model.trajectory.sequences()) == 1
@@ -128,7 +134,7 @@ async def test_tokens_that_do_not_survive_decoding_are_kept(rollout, chatml_toke
 
 async def test_the_prompt_is_what_the_template_writes(rollout, chatml_tokenizer):
     server, model = rollout([call(expression="2 * 3"), "6"])
-    await make_agent(model, TOOLS).invoke_async("2 times 3?")
+    await asked(model, "2 times 3?", TOOLS)
     assert server.requests[1].text.endswith(
         "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -151,7 +157,7 @@ async def test_usage_names_prompt_output_and_cached_tokens(rollout):
 
 async def test_the_prefix_cache_is_not_defeated_by_default(rollout):
     server, model = rollout(["x"])
-    await make_agent(model).invoke_async("a")
+    await asked(model, "a")
     assert "logprob_start_len" not in server.requests[0].body
 
 
@@ -170,7 +176,7 @@ async def test_prompt_logprobs_are_recorded_when_asked_for(rollout):
 
 async def test_without_logprobs_everything_else_is_recorded(rollout):
     server, model = rollout(["x"], return_logprob=False)
-    await make_agent(model).invoke_async("a")
+    await asked(model, "a")
     tm = model.token_manager
     assert tm.segments[1].token_ids == server.responses[0].body["output_ids"]
     assert set(tm.logprobs) == {None}
@@ -178,29 +184,29 @@ async def test_without_logprobs_everything_else_is_recorded(rollout):
 
 async def test_reset_starts_an_episode_and_keeps_old_records_valid(rollout):
     _, model = rollout(["One.", "Two."])
-    await make_agent(model).invoke_async("a")
+    await asked(model, "a")
     old = model.token_manager
     ids = old.token_ids
     model.reset()
     assert model.token_manager.token_ids == []
-    await make_agent(model).invoke_async("b")
+    await asked(model, "b")
     assert old.token_ids == ids
     assert len(model.trajectory) == 1
 
 
 async def test_a_reset_while_a_call_is_running_does_not_split_it(rollout):
-    asked = asyncio.Event()
+    arrived = asyncio.Event()
     go_on = asyncio.Event()
 
     async def slow(request):
-        asked.set()
+        arrived.set()
         await go_on.wait()
         return "late"
 
     _, model = rollout(slow)
     old = model.trajectory
-    running = asyncio.ensure_future(make_agent(model).invoke_async("a"))
-    await asked.wait()
+    running = asyncio.ensure_future(asked(model, "a"))
+    await arrived.wait()
     model.reset()
     go_on.set()
     await running
@@ -210,7 +216,7 @@ async def test_a_reset_while_a_call_is_running_does_not_split_it(rollout):
 
 async def test_rollout_and_token_manager_are_the_same(rollout):
     _, model = rollout(["x"])
-    await make_agent(model).invoke_async("a")
+    await asked(model, "a")
     assert isinstance(model.rollout, TokenManager)
     assert model.rollout.tokens == model.token_manager.tokens
 
@@ -222,7 +228,7 @@ async def test_parallel_calls_run_and_their_results_come_in_order(rollout):
     answer = "".join(call(expression=f"{i} * 10") for i in range(12))
     server, model = rollout([answer, "Done."])
     tools, ran = make_tools()
-    await make_agent(model, tools).invoke_async("go")
+    await asked(model, "go", tools)
     assert sorted(ran) == sorted(f"{i} * 10" for i in range(12))
     results = server.requests[1].text.rpartition("assistant\n<tool_call>")[2].split("<tool_response>\n")[1:]
     assert [int(result.partition("\n")[0]) for result in results] == [i * 10 for i in range(12)]
@@ -231,7 +237,7 @@ async def test_parallel_calls_run_and_their_results_come_in_order(rollout):
 
 async def test_the_model_reads_the_error_of_a_failing_tool(rollout):
     server, model = rollout([call("broken", reason="no luck"), "Sorry."])
-    result = await make_agent(model, TOOLS).invoke_async("go")
+    result = await asked(model, "go", TOOLS)
     assert result.stop_reason == "end_turn"
     assert "no luck" in server.requests[1].text
     assert_exact(server, model)
@@ -251,7 +257,7 @@ async def test_stopping_at_the_end_mark_of_a_call_keeps_the_call(with_marks, by)
     server = ScriptedSGLang(tokenizer, [call(expression="2 * 3"), "6"])
     model = SGLangModel(tokenizer=tokenizer, client=server.client(), sampling_params=stop)
     tools, ran = make_tools()
-    await make_agent(model, tools).invoke_async("go")
+    await asked(model, "go", tools)
     assert ran == ["2 * 3"]
     assert len(model.trajectory.sequences()) == 1
     assert_exact(server, model)
@@ -268,7 +274,7 @@ async def test_the_parser_knows_that_a_turn_was_cut(rollout):
     server, model = rollout(["A long answer that does not fit."], sampling_params={"max_new_tokens": 3})
     model.tool_parser = Watching()
     with pytest.raises(MaxTokensReachedException):
-        await make_agent(model).invoke_async("go")
+        await asked(model, "go")
     assert seen == [(True, server.responses[0].body["output_ids"])]
 
 
@@ -300,7 +306,7 @@ async def test_an_unparsed_call_runs_nothing_and_the_model_sees_why(rollout, bro
 async def test_good_calls_next_to_a_broken_one_run(rollout):
     server, model = rollout([call(expression="2 * 3") + "<tool_call>oops</tool_call>", "ok"])
     tools, ran = make_tools()
-    await make_agent(model, tools).invoke_async("go")
+    await asked(model, "go", tools)
     assert ran == ["2 * 3"]
     first, second = server.requests[1].text.split("<tool_response>\n")[-2:]
     assert first.startswith("6\n")
@@ -336,7 +342,7 @@ async def test_a_call_in_reasoning_that_the_prompt_opened_never_runs(rollout, ch
     answers = [f"draft {call(expression='6 * 6')}</think>" + call(expression="2 * 3"), f"never closed {call()}"]
     _, model = rollout(answers, chat_template=template)
     tools, ran = make_tools()
-    await make_agent(model, tools).invoke_async("go")
+    await asked(model, "go", tools)
     assert ran == ["2 * 3"]
 
 
@@ -348,7 +354,7 @@ async def test_a_parse_error_with_a_real_tool_name_runs_nothing(chatml_tokenizer
     server = ScriptedSGLang(chatml_tokenizer, ["calculator(", "Sorry."])
     model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), tool_parser=Naming())
     tools, ran = make_tools()
-    result = await make_agent(model, tools).invoke_async("go")
+    result = await asked(model, "go", tools)
     assert (ran, result.stop_reason) == ([], "end_turn")
     assert model.tool_parse_errors == {"calculator": 1}
 
@@ -374,7 +380,7 @@ async def test_a_parser_that_raises_loses_no_tokens(rollout, chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, ["Hello."])
     model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), tool_parser=Broken())
     with pytest.raises(ZeroDivisionError):
-        await make_agent(model).invoke_async("go")
+        await asked(model, "go")
     assert model.token_manager.segments[1].token_ids == server.responses[0].body["output_ids"]
 
 
@@ -401,7 +407,7 @@ async def test_an_answer_cut_by_max_new_tokens_can_be_continued(rollout, chatml_
 async def test_an_abort_keeps_the_partial_answer_and_raises(rollout):
     server, model = rollout([ScriptedAnswer("A partial", finish_reason="abort")])
     with pytest.raises(SGLangAbortedError, match="weight updates") as caught:
-        await make_agent(model).invoke_async("a")
+        await asked(model, "a")
     assert caught.value.response == server.responses[0].body
     assert termination_reason(caught.value) is TerminationReason.ABORTED
     assert statuses(model.trajectory) == ["cut"]
@@ -572,7 +578,7 @@ async def test_a_call_under_way_keeps_its_configuration(rollout, chatml_tokenize
 
     server, model = rollout([answer, "ok"])
     tools, ran = make_tools()
-    await make_agent(model, tools).invoke_async("2 times 3?")
+    await asked(model, "2 times 3?", tools)
     assert ran == ["2 * 3"]
 
 
@@ -583,7 +589,7 @@ async def test_an_answer_that_breaks_the_parser_is_a_cut_turn(rollout):
 
     server, model = rollout(["<tool_call>oops</tool_call>"], tool_parser=Mute())
     with pytest.raises(RuntimeError, match="no words"):
-        await make_agent(model).invoke_async("go")
+        await asked(model, "go")
     (turn,) = model.trajectory.turns
     assert turn.status is TurnStatus.CUT
     assert turn.output_ids.tolist() == server.responses[0].body["output_ids"]
@@ -680,7 +686,7 @@ async def test_a_system_prompt_of_content_blocks_is_in_the_prompt(rollout):
 
 async def test_several_sequences_to_train_are_warned_of_once(rollout, caplog):
     _, model = rollout(["One.", "Two."])
-    await make_agent(model).invoke_async("a")
+    await asked(model, "a")
     assert model.token_manager
     assert caplog.records == []
     await make_agent(model, system_prompt="another").invoke_async("b")
@@ -768,7 +774,7 @@ async def test_it_is_constrained_by_the_schema_and_never_trained(rollout):
     assert model.trajectory.sequences() == []
     assert [sum(sequence.loss_mask) for sequence in model.trajectory.sequences(auxiliary=True)] == [0]
     # It is not the main conversation either.
-    await make_agent(model).invoke_async("a")
+    await asked(model, "a")
     assert "2+2" not in model.tokenizer.decode(model.token_manager.token_ids)
 
 
@@ -855,15 +861,15 @@ async def test_a_format_without_a_grammar_is_unforced_with_a_warning(rollout):
 
 async def test_a_prompt_needs_room_for_one_token(rollout):
     server, model = rollout(["ok", "ok"])
-    await make_agent(model).invoke_async("a")
+    await asked(model, "a")
     length = len(server.requests[0].input_ids)
     model.update_config(max_context_tokens=length + 1)
     with pytest.raises(MaxTokensReachedException):
-        await make_agent(model).invoke_async("a")
+        await asked(model, "a")
     assert server.requests[1].sampling_params["max_new_tokens"] == 1
     model.update_config(max_context_tokens=length)
     with pytest.raises(ContextWindowOverflowException, match="no room"):
-        await make_agent(model).invoke_async("a")
+        await asked(model, "a")
     assert len(server.requests) == 2
 
 
@@ -880,7 +886,7 @@ async def test_a_prompt_needs_room_for_one_token(rollout):
 async def test_an_answer_may_fill_the_least_limit(rollout, config, served, limit):
     given = copy.deepcopy(config)
     server, model = rollout(["ok"], server={"context_length": served}, **config)
-    await make_agent(model).invoke_async("a question of more than five tokens")
+    await asked(model, "a question of more than five tokens")
     request = server.requests[0]
     assert request.sampling_params["max_new_tokens"] == limit - len(request.input_ids)
     assert config == given
@@ -888,7 +894,7 @@ async def test_an_answer_may_fill_the_least_limit(rollout, config, served, limit
 
 async def test_params_is_the_earlier_spelling(rollout):
     server, model = rollout(["ok"], params={"temperature": 0.25})
-    await make_agent(model).invoke_async("a")
+    await asked(model, "a")
     assert server.requests[0].sampling_params["temperature"] == 0.25
     assert model.get_config()["sampling_params"] == {"temperature": 0.25}
 
@@ -897,7 +903,7 @@ async def test_in_place_changes_of_the_configuration_take_effect(rollout):
     server, model = rollout(["ok"], sampling_params={"max_new_tokens": 9}, context_window_limit=100)
     model.config["sampling_params"] = {"max_new_tokens": 4}
     model.get_config()["context_window_limit"] = 50
-    await make_agent(model).invoke_async("a")
+    await asked(model, "a")
     assert server.requests[0].sampling_params["max_new_tokens"] == 4
     assert model.context_window_limit == 50
 
@@ -906,13 +912,13 @@ async def test_in_place_changes_of_the_rendering_take_effect(rollout):
     greeting = "{% if names %}Users: {{ names | join(', ') }}\n{% endif %}"
     server, model = rollout(["ok"] * 3, chat_template=greeting + CHATML_TEMPLATE, chat_template_kwargs={"names": []})
     model.config["enable_thinking"] = False
-    await make_agent(model).invoke_async("a")
+    await asked(model, "a")
     assert server.requests[0].text.endswith("<think>\n\n</think>\n\n")
     model.config["chat_template_kwargs"]["names"].append("Ada")
-    await make_agent(model).invoke_async("b")
+    await asked(model, "b")
     assert server.requests[1].text.startswith("Users: Ada\n")
     model.config["chat_template"] = CHATML_TEMPLATE
-    await make_agent(model).invoke_async("c")
+    await asked(model, "c")
     assert server.requests[2].text.startswith("<|im_start|>")
 
 
@@ -923,15 +929,15 @@ async def test_template_arguments_that_their_owner_changes(rollout):
     rollout([], **shared, chat_template_kwargs={"names": names})
     names.append("Bob")
     server, model = rollout(["ok"], **shared, chat_template_kwargs={"names": ["Ada"]})
-    await make_agent(model).invoke_async("a")
+    await asked(model, "a")
     assert server.requests[0].text.startswith("Ada:<")
 
 
 async def test_a_configuration_update_affects_the_next_call(rollout):
     server, model = rollout(["ok", "ok"], enable_thinking=True)
-    await make_agent(model).invoke_async("a")
+    await asked(model, "a")
     model.update_config(enable_thinking=False, sampling_params={"temperature": 0.0})
-    await make_agent(model).invoke_async("b")
+    await asked(model, "b")
     assert "<think>" not in server.requests[0].text
     assert server.requests[1].text.endswith("<think>\n\n</think>\n\n")
     assert server.requests[1].sampling_params["temperature"] == 0.0
@@ -1042,7 +1048,7 @@ async def test_prompt_logprobs_that_do_not_come_back_are_an_error(chatml_tokeniz
     client = SGLangClient("http://x", transport=httpx.MockTransport(drop), max_retries=0)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=client, return_prompt_logprobs=True)
     with pytest.raises(SGLangDecodingError, match="logprob_start_len"):
-        await make_agent(model).invoke_async("a")
+        await asked(model, "a")
 
 
 def places_in(value, place=()):
@@ -1130,7 +1136,7 @@ async def test_a_plan_of_numpy_values_is_sent_and_saved(rollout):
     server, model = rollout(["a"])
     params = {"temperature": np.float32(0.5), "max_new_tokens": np.int64(7)}
     model.on_request = lambda turn, plan: replace(plan, sampling_params=params, clamped=np.bool_(True))
-    await make_agent(model).invoke_async("q")
+    await asked(model, "q")
     (turn,) = Trajectory.from_bytes(model.trajectory.to_bytes()).turns
     assert turn.sampling_params == server.requests[0].sampling_params == {"temperature": 0.5, "max_new_tokens": 7}
     assert turn.clamped is True
@@ -1139,11 +1145,11 @@ async def test_a_plan_of_numpy_values_is_sent_and_saved(rollout):
 async def test_each_request_has_a_seed_of_its_own_on_demand(rollout):
     server, model = rollout(["a", "b", "c", "d"], random_seeds=True)
     for question in ("1", "2"):
-        await make_agent(model).invoke_async(question)
+        await asked(model, question)
     model.update_config(sampling_params={"sampling_seed": 5})
-    await make_agent(model).invoke_async("3")
+    await asked(model, "3")
     model.update_config(sampling_params={}, random_seeds=False)
-    await make_agent(model).invoke_async("4")
+    await asked(model, "4")
     seeds = [request.sampling_params.get("sampling_seed") for request in server.requests]
     assert len({*seeds[:2]}) == 2 and all(0 <= seed < 2**31 for seed in seeds[:2])
     assert seeds[2:] == [5, None]
@@ -1231,7 +1237,7 @@ async def test_a_tokenizer_that_is_not_the_served_one(chatml_tokenizer):
         chat_template=chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>{% endif %}",
     )
     with pytest.raises(TokenizerMismatchError, match="not the one served.*tokenizer_path"):
-        await make_agent(model).invoke_async("a")
+        await asked(model, "a")
     assert server.requests == []
     assert sum(model.token_manager.loss_mask) == 0
 
@@ -1240,7 +1246,7 @@ async def test_images_and_documents_are_rejected_with_their_path(rollout):
     server, model = rollout(["never"])
     image = {"image": {"format": "png", "source": {"bytes": b"x"}}}
     with pytest.raises(UnsupportedContentError, match=r"messages\[0\].content\[1\].*image"):
-        await make_agent(model).invoke_async([{"text": "look"}, image])
+        await asked(model, [{"text": "look"}, image])
     assert server.requests == []
     assert len(model.trajectory) == 0
 
@@ -1258,14 +1264,14 @@ async def test_a_server_that_truncates_the_prompt_is_rejected(chatml_tokenizer):
     client = SGLangClient("http://x", transport=httpx.MockTransport(truncate), max_retries=0)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
     with pytest.raises(SGLangDecodingError, match="allow-auto-truncate"):
-        await make_agent(model).invoke_async("a")
+        await asked(model, "a")
     assert sum(model.token_manager.loss_mask) == 0
 
 
 async def test_routed_experts_that_do_not_come_back_are_an_error(rollout):
     _, model = rollout(["ok"], return_routed_experts=True)
     with pytest.raises(SGLangDecodingError, match="not returned.*--enable-return-routed-experts.*router drops"):
-        await make_agent(model).invoke_async("a")
+        await asked(model, "a")
 
 
 # --- Hooks of a model: what Strands reports of an answer is recorded at once, for the right agent ---
@@ -1552,7 +1558,7 @@ def assert_cut(model, output_ids):
 
 async def test_a_resumed_call_continues_unnoticed_by_the_agent(resuming):
     server, model = resuming([aborted("The answer "), aborted(""), aborted("is "), "4."])
-    result = await make_agent(model).invoke_async("2+2?")
+    result = await asked(model, "2+2?")
     assert str(result).strip() == "The answer is 4."
     first, second, third, fourth = sent(server)
     assert second == third == first + sampled(server, 0)
@@ -1575,7 +1581,7 @@ async def test_every_token_has_its_weight_version(resuming):
         return "New."
 
     server, model = resuming([aborted("Old. "), update])
-    await make_agent(model).invoke_async("go")
+    await asked(model, "go")
     (sequence,) = model.trajectory.sequences()
     old, new = len(sampled(server, 0)), len(sampled(server, 1))
     assert sequence.policy_versions[-old - new :] == ["default"] * old + ["2"] * new
@@ -1590,7 +1596,7 @@ async def test_all_parts_together_have_the_budget_of_one_call(resuming):
         [aborted("One two three"), "four five six seven eight"], sampling_params={"max_new_tokens": 20}
     )
     with pytest.raises(Exception, match="max_tokens|MaxTokens|maximum"):
-        await make_agent(model).invoke_async("Count.")
+        await asked(model, "Count.")
     first = len(sampled(server, 0))
     assert [request.sampling_params["max_new_tokens"] for request in server.requests] == [20, 20 - first]
     (turn,) = model.trajectory.turns
@@ -1601,7 +1607,7 @@ async def test_all_parts_together_have_the_budget_of_one_call(resuming):
 async def test_an_abort_right_at_the_end_of_the_budget_ends_the_call(resuming):
     server, model = resuming([aborted("One two three")], sampling_params={"max_new_tokens": 5})
     with pytest.raises(Exception, match="max_tokens|MaxTokens|maximum") as failure:
-        await make_agent(model).invoke_async("Count.")
+        await asked(model, "Count.")
     assert termination_reason(failure.value) is TerminationReason.MAX_TOKENS_REACHED
     assert len(server.requests) == 1
 
@@ -1619,7 +1625,7 @@ async def test_a_tool_call_in_two_parts_runs(resuming):
 async def test_routed_experts_are_those_of_the_sampling(resuming):
     experts = ScriptedExperts(layers=2, top_k=1)
     server, model = resuming([aborted("Half "), "whole."], experts=experts, return_routed_experts=True)
-    await make_agent(model).invoke_async("go")
+    await asked(model, "go")
     generation = model.trajectory.turns[0].generation
     assert generation.expert_ids().shape == (len(model.token_manager) - 1, 2)
 
@@ -1640,7 +1646,7 @@ async def test_a_constrained_answer_starts_over(resuming):
 async def test_a_random_seed_goes_with_every_kind_of_request(resuming, given):
     answers = [aborted("The "), aborted(""), "end.", '{"total": 4}', call(expression="1"), "a", "b"]
     server, model = resuming(answers, random_seeds=True, sampling_params=given)
-    await make_agent(model).invoke_async("resumed twice")
+    await asked(model, "resumed twice")
     assert [event async for event in model.structured_output(Sum, [user("structured")])]
     await stream(model, [user("forced")], tool_choice={"any": {}})
     for _ in "ab":
@@ -1653,7 +1659,7 @@ async def test_a_random_seed_goes_with_every_kind_of_request(resuming, given):
 async def test_a_server_that_only_aborts_is_given_up_in_the_end(resuming):
     server, model = resuming(lambda request: aborted(""))
     with pytest.raises(Exception, match="aborted the request") as failure:
-        await make_agent(model).invoke_async("go")
+        await asked(model, "go")
     assert termination_reason(failure.value) is TerminationReason.ABORTED
     assert len(server.requests) == 1 + 3  # the client's retries
     assert model.trajectory.turns[0].status.value == "failed"
@@ -1662,7 +1668,7 @@ async def test_a_server_that_only_aborts_is_given_up_in_the_end(resuming):
 async def test_tokens_sampled_before_a_failure_are_kept(resuming):
     server, model = resuming([aborted("Half "), *[ScriptedFault(status=500)] * 9])
     with pytest.raises(Exception, match="500"):
-        await make_agent(model).invoke_async("go")
+        await asked(model, "go")
     assert_cut(model, sampled(server, 0))
 
 
@@ -1683,7 +1689,7 @@ async def test_a_closed_client_does_not_continue(resuming):
     server, model = resuming([closed, "never asked"])
     client_box.append(model.client)
     with pytest.raises(Exception) as failure:  # noqa: PT011
-        await make_agent(model).invoke_async("go")
+        await asked(model, "go")
     assert termination_reason(failure.value) in (TerminationReason.ABORTED, TerminationReason.INFRASTRUCTURE_ERROR)
     assert len(server.requests) == 1
 
@@ -1693,7 +1699,7 @@ async def test_a_call_aborted_by_closing_the_client_has_its_own_error(on_abort, 
     """The error must not blame a weight update if this process closed the client."""
     hang = Gate("more ")
     server, model = resuming([hang], on_abort=on_abort)
-    running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
+    running = asyncio.ensure_future(asked(model, "go"))
     await hang.reached.wait()
     await model.client.close()
     with pytest.raises(SGLangAbortedError, match="client was closed while the request ran") as failure:
@@ -1714,7 +1720,7 @@ async def test_the_deadline_is_for_all_parts_together(resuming):
 
     server, model = resuming(forever, client={"deadline": 60})
     with pytest.raises(Exception, match="deadline") as failure:
-        await make_agent(model).invoke_async("go")
+        await asked(model, "go")
     assert termination_reason(failure.value) is TerminationReason.TIMEOUT
     (turn,) = model.trajectory.turns
     assert turn.status.value == "cut"
@@ -1723,7 +1729,7 @@ async def test_the_deadline_is_for_all_parts_together(resuming):
 
 async def test_an_answer_under_the_users_grammar_starts_over_untrained(resuming):
     server, model = resuming([aborted('{"tot'), '{"total": 4}'], sampling_params={"json_schema": '{"type": "object"}'})
-    assert str(await make_agent(model).invoke_async("2+2?")).strip() == '{"total": 4}'
+    assert str(await asked(model, "2+2?")).strip() == '{"total": 4}'
     assert sent(server)[0] == sent(server)[1]
     assert not any(model.token_manager.loss_mask)
 
@@ -1732,7 +1738,7 @@ async def test_an_answer_under_the_users_grammar_starts_over_untrained(resuming)
 async def test_a_stop_string_split_by_an_abort_ends_the_answer(resuming, split):
     text = "Yes.</answer> and so on"
     server, model = resuming([aborted(text[:split]), text[split:]], sampling_params={"stop": ["</answer>"]})
-    assert str(await make_agent(model).invoke_async("2+2?")).strip() == "Yes."
+    assert str(await asked(model, "2+2?")).strip() == "Yes."
     generation = model.trajectory.turns[0].generation
     assert (generation.finish_type, generation.stop_string) == ("stop", "</answer>")
 
@@ -1740,7 +1746,7 @@ async def test_a_stop_string_split_by_an_abort_ends_the_answer(resuming, split):
 async def test_an_apparent_rest_of_a_stop_string_does_not_end_it(resuming):
     answers = [aborted("a </answ"), "ing and lower>", " and more.</answer> and so on"]
     server, model = resuming(answers, sampling_params={"stop": "</answer>"})
-    assert str(await make_agent(model).invoke_async("2+2?")).strip() == "a </answing and lower> and more."
+    assert str(await asked(model, "2+2?")).strip() == "a </answing and lower> and more."
     generation = model.trajectory.turns[0].generation
     assert generation.stop_string == "</answer>"
     assert generation.output_ids.tolist() == [
@@ -1770,7 +1776,7 @@ async def test_a_client_closed_between_requests_does_not_continue(resuming):
     pausing = asyncio.Event()
     answers = [lambda request: pausing.set() or aborted(""), "never asked"]
     server, model = resuming(answers, client={"retry_delay": 0.05})
-    running = asyncio.ensure_future(make_agent(model).invoke_async("go"))
+    running = asyncio.ensure_future(asked(model, "go"))
     await pausing.wait()
     while server.responses[0] is None:
         await asyncio.sleep(0)
@@ -1805,14 +1811,14 @@ async def test_a_server_that_reserves_the_last_token_gets_one_less(chatml_tokeni
     for question in "ab":
         await agent.invoke_async(question)
     assert older.refused == 1
-    asked = [len(r.input_ids) + r.sampling_params["max_new_tokens"] for r in server.requests]
-    assert asked == [299, 299]
+    filled = [len(r.input_ids) + r.sampling_params["max_new_tokens"] for r in server.requests]
+    assert filled == [299, 299]
     assert [turn.sampling_params for turn in model.trajectory.turns] == [r.sampling_params for r in server.requests]
     with pytest.raises(MaxTokensReachedException) as end:
         await agent.invoke_async("c")
     assert termination_reason(end.value, trajectory=model.trajectory) is TerminationReason.CONTEXT_WINDOW_OVERFLOW
     with pytest.raises(ContextWindowOverflowException):
-        await make_agent(model).invoke_async("much too long " * 300)
+        await asked(model, "much too long " * 300)
     assert older.refused == 1
 
 
@@ -1828,7 +1834,7 @@ async def test_the_deadline_includes_the_first_server_check(chatml_tokenizer):
     busy = scripted(ScriptedResponse(503), **{"/v1/models": ScriptedResponse(503)})
     model = SGLangModel(tokenizer=chatml_tokenizer, client=client_to(busy, max_retries=10**6, deadline=0.1))
     with pytest.raises(Exception, match="deadline") as failure:
-        await make_agent(model).invoke_async("go")
+        await asked(model, "go")
     assert termination_reason(failure.value) is TerminationReason.INFRASTRUCTURE_ERROR
     assert model.trajectory.turns[0].status.value == "failed"
 
@@ -1873,8 +1879,8 @@ async def test_agents_cut_by_a_weight_update_each_resume_their_tokens(resuming):
 async def test_a_failed_first_call_stays_recorded_with_another_agent(rollout):
     _, model = rollout([ScriptedFault("status", 400), "fine"])
     with pytest.raises(SGLangHTTPError):
-        await make_agent(model).invoke_async("q")
-    await make_agent(model).invoke_async("q")
+        await asked(model, "q")
+    await asked(model, "q")
     assert statuses(model.trajectory) == ["failed", "answered"]
 
 
@@ -1952,7 +1958,7 @@ async def test_the_same_call_after_a_cancelled_one_starts_over(rollout):
     gate = Gate("The beginning of")
     server, model = rollout([gate, "The whole answer."])
     await cancelled_task(model, gate)
-    await make_agent(model).invoke_async("go")
+    await asked(model, "go")
     cut, answered = model.trajectory.turns
     assert server.requests[0].input_ids == server.requests[1].input_ids
     assert (cut.status, answered.status) == (TurnStatus.CUT, TurnStatus.ANSWERED)
@@ -2001,7 +2007,7 @@ async def test_a_call_past_its_deadline_is_a_cut_turn_and_a_timeout(chatml_token
     server = ScriptedSGLang(chatml_tokenizer, [until_aborted("The beginning of", after=60)])
     model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(deadline=60))
     with pytest.raises(SGLangDeadlineError) as caught:
-        await make_agent(model).invoke_async("go")
+        await asked(model, "go")
     [turn] = model.trajectory.turns
     assert turn.status is TurnStatus.CUT
     reason = termination_reason(caught.value, trajectory=model.trajectory)
@@ -2038,10 +2044,10 @@ async def test_all_calls_of_a_conversation_and_its_forks_have_one_key(rollout):
 
 async def test_other_conversations_and_other_episodes_have_other_keys(rollout):
     server, model = rollout(lambda request: "ok")
-    await make_agent(model).invoke_async("go")
-    await make_agent(model).invoke_async("something else")
+    await asked(model, "go")
+    await asked(model, "something else")
     model.reset()
-    await make_agent(model).invoke_async("go")
+    await asked(model, "go")
     assert len(set(keys(server))) == 3
 
 
@@ -2054,10 +2060,10 @@ async def test_a_retried_first_call_has_the_key_that_it_had(rollout):
 
 async def test_a_configured_key_is_used_everywhere_and_can_change(rollout):
     server, model = rollout(lambda request: "ok", routing_key="episode-7")
-    await make_agent(model).invoke_async("go")
-    await make_agent(model).invoke_async("something else")
+    await asked(model, "go")
+    await asked(model, "something else")
     model.update_config(routing_key="episode-8")
-    await make_agent(model).invoke_async("go")
+    await asked(model, "go")
     assert keys(server) == ["episode-7", "episode-7", "episode-8"]
     with pytest.raises(ValueError, match="routing_key"):
         model.update_config(routing_key="a\nb")
@@ -2114,7 +2120,7 @@ async def test_every_one_of_several_servers_is_asked_once(chatml_tokenizer):
     network = network_of(**servers)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=client_in(network, "one", "two"))
     for _ in range(4):
-        await make_agent(model).invoke_async("hi")
+        await asked(model, "hi")
     assert sorted(hosts_of(network, "/tokenize")) == ["one", "two"]
 
 
@@ -2124,7 +2130,7 @@ async def test_one_server_with_another_tokenizer_is_named_in_the_error(chatml_to
     one, two = ScriptedSGLang(other, ["ok"]), ScriptedSGLang(chatml_tokenizer, ["ok"])
     model = SGLangModel(tokenizer=other, client=client_in(network_of(one=one, two=two), "one", "two"))
     with pytest.raises(TokenizerMismatchError, match="http://two"):
-        await make_agent(model).invoke_async("hi")
+        await asked(model, "hi")
     assert one.requests == two.requests == []
 
 
@@ -2132,7 +2138,7 @@ async def test_the_shortest_context_of_several_servers_counts(chatml_tokenizer):
     short = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=500)
     long = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=900)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=client_in(network_of(one=long, two=short), "one", "two"))
-    await make_agent(model).invoke_async("hi")
+    await asked(model, "hi")
     [request] = [*short.requests, *long.requests]
     assert request.sampling_params["max_new_tokens"] + len(request.input_ids) == 500
 
@@ -2146,20 +2152,20 @@ async def test_a_server_that_is_down_is_asked_when_it_gets_requests(chatml_token
     network = network_of(one=good, two=None)
     model = SGLangModel(tokenizer=other, client=client_in(network, "one", "two"))
     for _ in range(3):
-        assert str(await make_agent(model).invoke_async("hi")).strip() == "ok"
+        assert str(await asked(model, "hi")).strip() == "ok"
     plug(network, two=ScriptedSGLang(chatml_tokenizer, lambda request: "wrong"))
     with pytest.raises(TokenizerMismatchError, match="http://two"):
         for _ in range(100):
-            await make_agent(model).invoke_async("hi")
+            await asked(model, "hi")
 
 
 async def test_with_all_servers_down_the_check_fails_as_for_one(chatml_tokenizer):
     network = network_of(one=None, two=None)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=client_in(network, "one", "two", max_retries=2))
     with pytest.raises(SGLangConnectionError, match="could not connect"):
-        await make_agent(model).invoke_async("hi")
+        await asked(model, "hi")
     plug(network, **{name: ScriptedSGLang(chatml_tokenizer, ["ok"]) for name in ("one", "two")})
-    assert str(await make_agent(model).invoke_async("hi")).strip() == "ok"
+    assert str(await asked(model, "hi")).strip() == "ok"
 
 
 async def test_a_cancelled_agent_does_not_wait_for_a_server_check(chatml_tokenizer):
