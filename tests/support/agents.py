@@ -89,7 +89,7 @@ def make_agent(model, tools=None, **kwargs):
 
 
 async def ask(agent, *questions):
-    """Ask an agent one question after the other; a number stands for that many numbered ones."""
+    """Ask an agent one question after the other; a number asks that many numbered ones."""
     if isinstance(questions[0], int):
         questions = [f"Question-{i}?" for i in range(questions[0])]
     for question in questions:

@@ -68,6 +68,7 @@ from support.agents import (
     advance,
     ask,
     assistant,
+    build_chatml_tokenizer,
     call,
     make_agent,
     make_tools,
@@ -79,6 +80,15 @@ from support.agents import (
 from support.servers import client_in, client_to, hosts_of, network_of, plug, scripted, until_aborted
 
 TOOLS = make_tools()[0]
+
+
+def model_on(client, **config):
+    return SGLangModel(tokenizer=build_chatml_tokenizer(), client=client, **config)
+
+
+def through(respond):
+    """A client whose requests this function answers, without retries."""
+    return SGLangClient("http://x", transport=httpx.MockTransport(respond), max_retries=0)
 
 
 async def asked(model, question, tools=None):
@@ -246,8 +256,6 @@ async def test_the_model_reads_the_error_of_a_failing_tool(rollout):
 @pytest.mark.parametrize("with_marks", [True, False])
 @pytest.mark.parametrize("by", ["string", "token"])
 async def test_stopping_at_the_end_mark_of_a_call_keeps_the_call(with_marks, by):
-    from support.agents import build_chatml_tokenizer
-
     tokenizer = build_chatml_tokenizer(with_marks=with_marks)
     if by == "token" and not with_marks:
         return  # the end mark is not one token there
@@ -352,7 +360,7 @@ async def test_a_parse_error_with_a_real_tool_name_runs_nothing(chatml_tokenizer
             return [ToolParseResult.from_parse_error("c1", text, "calculator")] if "calculator" in text else []
 
     server = ScriptedSGLang(chatml_tokenizer, ["calculator(", "Sorry."])
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), tool_parser=Naming())
+    model = model_on(server.client(), tool_parser=Naming())
     tools, ran = make_tools()
     result = await asked(model, "go", tools)
     assert (ran, result.stop_reason) == ([], "end_turn")
@@ -378,7 +386,7 @@ async def test_a_parser_that_raises_loses_no_tokens(rollout, chatml_tokenizer):
             raise ZeroDivisionError("bug in the parser")
 
     server = ScriptedSGLang(chatml_tokenizer, ["Hello."])
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), tool_parser=Broken())
+    model = model_on(server.client(), tool_parser=Broken())
     with pytest.raises(ZeroDivisionError):
         await asked(model, "go")
     assert model.token_manager.segments[1].token_ids == server.responses[0].body["output_ids"]
@@ -1011,9 +1019,9 @@ def test_unknown_configuration_is_rejected(rollout, key, message):
         ({"max_context_tokens": 2.5}, "max_context_tokens.*at least 1"),
     ],
 )
-def test_configuration_that_could_only_fail_later(chatml_tokenizer, config, message):
+def test_configuration_that_could_only_fail_later(rollout, config, message):
     with pytest.raises(ValueError, match=message):
-        SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", **config)
+        rollout([], **config)
 
 
 def test_a_path_in_place_of_a_tokenizer():
@@ -1029,7 +1037,7 @@ async def test_a_sampled_id_that_no_text_has_is_sent_back(chatml_tokenizer):
         [ScriptedAnswer(token_ids=[300, padding]), "ok"],
         vocab_size=len(chatml_tokenizer) + 8,
     )
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
+    model = model_on(server.client())
     agent = make_agent(model)
     await ask(agent, "a", "b")
     assert padding in server.requests[1].input_ids
@@ -1045,8 +1053,8 @@ async def test_prompt_logprobs_that_do_not_come_back_are_an_error(chatml_tokeniz
             del body["meta_info"]["input_token_logprobs"]
         return httpx.Response(response.status_code, json=body)
 
-    client = SGLangClient("http://x", transport=httpx.MockTransport(drop), max_retries=0)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=client, return_prompt_logprobs=True)
+    client = through(drop)
+    model = model_on(client, return_prompt_logprobs=True)
     with pytest.raises(SGLangDecodingError, match="logprob_start_len"):
         await asked(model, "a")
 
@@ -1086,8 +1094,8 @@ async def test_no_value_in_an_answer_is_another_error_or_an_unreadable_file(chat
         return httpx.Response(response.status_code, json=body)
 
     async def ask():
-        client = SGLangClient("http://x", transport=httpx.MockTransport(change), max_retries=0)
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=client, **config)
+        client = through(change)
+        model = model_on(client, **config)
         async for _ in model.stream([user("hi")]):
             pass
         return model.trajectory
@@ -1180,7 +1188,7 @@ async def test_a_busy_server_without_retries_is_throttling(chatml_tokenizer):
 
     def model(max_retries):
         client = SGLangClient("http://x", transport=httpx.MockTransport(busy), max_retries=max_retries, retry_delay=0.0)
-        return SGLangModel(tokenizer=chatml_tokenizer, client=client)
+        return model_on(client)
 
     with pytest.raises(ModelThrottledException):
         await make_agent(model(0)).invoke_async("a")
@@ -1195,27 +1203,21 @@ def test_exactly_one_of_client_and_base_url(chatml_tokenizer, both):
         SGLangModel(tokenizer=chatml_tokenizer, **arguments)
 
 
-def test_an_unknown_tool_parser_names_the_known_ones(chatml_tokenizer):
+def test_an_unknown_tool_parser_names_the_known_ones(rollout):
     with pytest.raises(ValueError, match="hermes.*qwen_xml"):
-        SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", tool_parser="nonsense")
+        rollout([], tool_parser="nonsense")
 
 
-def test_tool_parsers_are_taken_by_name_and_as_objects(chatml_tokenizer):
+def test_tool_parsers_are_taken_by_name_and_as_objects(rollout):
     parser = HermesToolParser()
-    by_object = SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", tool_parser=parser)
-    by_name = SGLangModel(tokenizer=chatml_tokenizer, base_url="http://127.0.0.1:1", tool_parser="qwen_xml")
+    (_, by_object), (_, by_name) = (rollout([], tool_parser=given) for given in (parser, "qwen_xml"))
     assert by_object.tool_parser is parser
     assert type(by_name.tool_parser).__name__ == "QwenXMLToolParser"
 
 
-def test_both_spellings_of_the_sampling_parameters(chatml_tokenizer):
+def test_both_spellings_of_the_sampling_parameters(rollout):
     with pytest.raises(ValueError, match="an alias"):
-        SGLangModel(
-            tokenizer=chatml_tokenizer,
-            base_url="http://127.0.0.1:1",
-            params={"top_p": 1},
-            sampling_params={"top_p": 1},
-        )
+        rollout([], params={"top_p": 1}, sampling_params={"top_p": 1})
 
 
 def test_a_tokenizer_without_a_chat_template():
@@ -1228,12 +1230,9 @@ def test_a_tokenizer_without_a_chat_template():
 
 
 async def test_a_tokenizer_that_is_not_the_served_one(chatml_tokenizer):
-    from support.agents import build_chatml_tokenizer
-
     server = ScriptedSGLang(build_chatml_tokenizer(with_marks=False), ["never"])
-    model = SGLangModel(
-        tokenizer=chatml_tokenizer,
-        client=server.client(),
+    model = model_on(
+        server.client(),
         chat_template=chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>{% endif %}",
     )
     with pytest.raises(TokenizerMismatchError, match="not the one served.*tokenizer_path"):
@@ -1261,8 +1260,8 @@ async def test_a_server_that_truncates_the_prompt_is_rejected(chatml_tokenizer):
             body["meta_info"]["prompt_tokens"] -= 1
         return httpx.Response(response.status_code, json=body)
 
-    client = SGLangClient("http://x", transport=httpx.MockTransport(truncate), max_retries=0)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
+    client = through(truncate)
+    model = model_on(client)
     with pytest.raises(SGLangDecodingError, match="allow-auto-truncate"):
         await asked(model, "a")
     assert sum(model.token_manager.loss_mask) == 0
@@ -1537,7 +1536,7 @@ def resuming(chatml_tokenizer):
         server = ScriptedSGLang(chatml_tokenizer, answers, experts=experts)
         client = server.client(**{"max_retries": 3, "retry_delay": 0.0, **(client or {})})
         config = {"on_abort": "resume", **config}
-        return server, SGLangModel(tokenizer=chatml_tokenizer, client=client, **config)
+        return server, model_on(client, **config)
 
     return make
 
@@ -1806,7 +1805,7 @@ async def test_a_server_that_reserves_the_last_token_gets_one_less(chatml_tokeni
     """The oldest supported SGLang does this; the first call finds out, and it is remembered."""
     server = ScriptedSGLang(chatml_tokenizer, ["One.", "Two.", "long " * 300], context_length=300)
     older = ReservesAToken(server)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=SGLangClient("http://x", transport=older, max_retries=0))
+    model = model_on(SGLangClient("http://x", transport=older, max_retries=0))
     agent = make_agent(model)
     for question in "ab":
         await agent.invoke_async(question)
@@ -1825,14 +1824,14 @@ async def test_a_server_that_reserves_the_last_token_gets_one_less(chatml_tokeni
 async def test_concurrent_calls_that_find_a_reserved_token_succeed(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=300)
     client = SGLangClient("http://x", transport=ReservesAToken(server), max_retries=0)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
+    model = model_on(client)
     await asyncio.gather(*(make_agent(model).invoke_async(question) for question in "abcdefgh"))
     assert len(server.requests) == 8
 
 
 async def test_the_deadline_includes_the_first_server_check(chatml_tokenizer):
     busy = scripted(ScriptedResponse(503), **{"/v1/models": ScriptedResponse(503)})
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=client_to(busy, max_retries=10**6, deadline=0.1))
+    model = model_on(client_to(busy, max_retries=10**6, deadline=0.1))
     with pytest.raises(Exception, match="deadline") as failure:
         await asked(model, "go")
     assert termination_reason(failure.value) is TerminationReason.INFRASTRUCTURE_ERROR
@@ -2005,7 +2004,7 @@ async def test_structured_output_can_be_cancelled(rollout):
 
 async def test_a_call_past_its_deadline_is_a_cut_turn_and_a_timeout(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, [until_aborted("The beginning of", after=60)])
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(deadline=60))
+    model = model_on(server.client(deadline=60))
     with pytest.raises(SGLangDeadlineError) as caught:
         await asked(model, "go")
     [turn] = model.trajectory.turns
@@ -2081,13 +2080,13 @@ def client_through(server, seen, *, missing=()):
             return httpx.Response(404, json={"detail": "Not Found"})
         return await server.transport().handle_async_request(request)
 
-    return SGLangClient("http://x", transport=httpx.MockTransport(pass_on), max_retries=0)
+    return through(pass_on)
 
 
 async def test_many_models_that_start_together_ask_the_server_once(chatml_tokenizer):
     seen = []
     client = client_through(ScriptedSGLang(chatml_tokenizer, lambda request: "ok"), seen)
-    models = [SGLangModel(tokenizer=chatml_tokenizer, client=client) for _ in range(20)]
+    models = [model_on(client) for _ in range(20)]
     await asyncio.gather(*(make_agent(model).invoke_async("hi") for model in models))
     assert (seen.count("/tokenize"), seen.count("/v1/models"), seen.count("/generate")) == (1, 1, 20)
 
@@ -2097,7 +2096,7 @@ async def test_a_router_leaves_the_match_unproven_with_one_warning(chatml_tokeni
     server = ScriptedSGLang(chatml_tokenizer, lambda request: "ok")
     client = client_through(server, seen, missing=("/tokenize", "/v1/models"))
     for _ in range(3):
-        await make_agent(SGLangModel(tokenizer=chatml_tokenizer, client=client)).invoke_async("hi")
+        await make_agent(model_on(client)).invoke_async("hi")
     assert sum("unproven" in record.getMessage() for record in caplog.records) == 1
     assert sum("context_window_limit" in record.getMessage() for record in caplog.records) == 1
     assert "max_new_tokens" not in server.requests[0].sampling_params
@@ -2118,7 +2117,7 @@ async def test_a_tokenizer_that_lacks_only_a_mark_is_noticed(chatml_tokenizer):
 async def test_every_one_of_several_servers_is_asked_once(chatml_tokenizer):
     servers = {name: ScriptedSGLang(chatml_tokenizer, lambda request: "ok") for name in ("one", "two")}
     network = network_of(**servers)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=client_in(network, "one", "two"))
+    model = model_on(client_in(network, "one", "two"))
     for _ in range(4):
         await asked(model, "hi")
     assert sorted(hosts_of(network, "/tokenize")) == ["one", "two"]
@@ -2137,7 +2136,7 @@ async def test_one_server_with_another_tokenizer_is_named_in_the_error(chatml_to
 async def test_the_shortest_context_of_several_servers_counts(chatml_tokenizer):
     short = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=500)
     long = ScriptedSGLang(chatml_tokenizer, lambda request: "ok", context_length=900)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=client_in(network_of(one=long, two=short), "one", "two"))
+    model = model_on(client_in(network_of(one=long, two=short), "one", "two"))
     await asked(model, "hi")
     [request] = [*short.requests, *long.requests]
     assert request.sampling_params["max_new_tokens"] + len(request.input_ids) == 500
@@ -2161,7 +2160,7 @@ async def test_a_server_that_is_down_is_asked_when_it_gets_requests(chatml_token
 
 async def test_with_all_servers_down_the_check_fails_as_for_one(chatml_tokenizer):
     network = network_of(one=None, two=None)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=client_in(network, "one", "two", max_retries=2))
+    model = model_on(client_in(network, "one", "two", max_retries=2))
     with pytest.raises(SGLangConnectionError, match="could not connect"):
         await asked(model, "hi")
     plug(network, **{name: ScriptedSGLang(chatml_tokenizer, ["ok"]) for name in ("one", "two")})
@@ -2170,7 +2169,7 @@ async def test_with_all_servers_down_the_check_fails_as_for_one(chatml_tokenizer
 
 async def test_a_cancelled_agent_does_not_wait_for_a_server_check(chatml_tokenizer):
     network = network_of(one=None)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=client_in(network, "one", retry_delay=8.0))
+    model = model_on(client_in(network, "one", retry_delay=8.0))
     signal = threading.Event()
 
     async def ask():
