@@ -57,6 +57,9 @@ def hung(*, after=0.0):
 
 
 def client_to(server, **settings):
+    """Return a client that waits for the answers to its aborts, but not long if the server ignores them."""
+    if "/abort_request" not in server.overrides:
+        settings = {"abort_grace": 10.0, **settings}
     return server.client(**{**SETTINGS, **settings})
 
 

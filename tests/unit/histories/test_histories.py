@@ -280,6 +280,19 @@ async def test_a_summary_is_auxiliary_and_opens_a_sequence(judged):
 
 
 # Row 3
+async def test_a_summarizing_agent_has_its_own_sequences(judged):
+    def answer(request):
+        return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
+
+    judge = judged(answer, max_context_tokens=600)
+    writer = judge.agent(system_prompt="You sum up.")
+    agent = judge.agent(conversation_manager=summarizing(summarization_agent=writer))
+    await ask_at_length(agent, 7, 10)
+    assert "SUMMARY-TEXT" in judge.prompt(-1)
+    judge.check()
+
+
+# Row 3
 async def test_summaries_of_concurrent_episodes_stay_in_their_episodes(judged):
     def answer(request):
         return f"SUMMARY-{request.index}" if "summarize this" in request.text else numbered(request)
