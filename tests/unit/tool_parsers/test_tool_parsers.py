@@ -518,6 +518,9 @@ def test_ids_need_a_tokenizer_and_a_tokenizer_needs_ids(missing):
 
 
 class TestHermes(ParserChecks):
+    # test_linear_time.py, which runs alone, measures this format.
+    test_a_megabyte_of_hostile_text_is_cheap = test_the_cost_of_hostile_text_is_linear = None
+
     format = Format(
         parser=HermesToolParser(),
         write=write_json_objects,
@@ -673,6 +676,9 @@ def test_calls_quoted_in_a_broken_call_do_not_run(text):
 
 
 class TestQwenXML(ParserChecks):
+    # test_linear_time.py, which runs alone, measures this format.
+    test_a_megabyte_of_hostile_text_is_cheap = test_the_cost_of_hostile_text_is_linear = None
+
     format = Format(
         parser=QwenXMLToolParser(),
         write=writer(
