@@ -18,7 +18,15 @@ from safetensors.torch import save_file as save_torch_file
 
 from strands_env.core import Observation, RewardResult, StepResult
 from strands_sglang import TerminationReason
-from strands_sglang.credit import Episode, RowsFileError, TrainingRows, group_advantages, losses, training_rows
+from strands_sglang.credit import (
+    Episode,
+    RowsFileError,
+    TrainingRows,
+    group_advantages,
+    losses,
+    training_rows,
+    version_number,
+)
 from strands_sglang.protocol.generation import Generation, VersionSpan
 from strands_sglang.reasons import Reason
 from support.agents import assistant, user
@@ -592,6 +600,11 @@ def test_a_group_that_is_no_data_is_refused(tmp_path):
     with pytest.raises(TypeError, match="the group <object .*> cannot be saved"):
         training_rows(batch(1.0, 0.0, group=object())).save(tmp_path / "rows.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("version", "number"), [("default", 0), ("3", 3), ("v3", None), (None, None)])
+def test_versions_of_the_weights_count_from_the_servers_default(version, number):
+    assert version_number(version) == number
 
 
 def test_an_outcome_may_be_the_text_that_files_have():

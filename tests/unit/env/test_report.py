@@ -89,6 +89,13 @@ def test_the_page_says_what_the_command_says(tmp_path, capsys):
             assert shown == ("–" if one.reward is None else f"{one.reward:.3g}")
 
 
+def test_a_task_is_named_by_how_often_it_is_solved(tmp_path):
+    played = [step_result(reward, "4") for reward in (1.0, 1.0, 0.0, 0.0, 1.0, 0.0)]
+    evaluated(tmp_path / "a", played, count=3, n_samples=2, max_concurrency=1)
+    states = [task["state"] for task in report_of(tmp_path / "a")["report"]["tasks"]]
+    assert states == ["always solved", "never solved", "sometimes solved"]
+
+
 def test_costs_are_those_of_the_tokens_that_servers_counted(chatml_tokenizer, tmp_path, capsys):
     server = ScriptedSGLang(chatml_tokenizer, ["It is 0."] * 4)
     model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())

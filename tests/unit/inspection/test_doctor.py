@@ -19,6 +19,7 @@ from strands_sglang import SGLangModel, credit
 from strands_sglang.cli import main
 from strands_sglang.inspection.doctor import KINDS, findings
 from strands_sglang.inspection.reading import UnreadableError, read
+from strands_sglang.inspection.records import Finding
 from strands_sglang.inspection.show import COLORS, episode_lines
 from strands_sglang.reasons import Reason
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang
@@ -658,6 +659,11 @@ def test_a_fault_in_a_dump_of_slime_is_found(tmp_path, number, changed, kind):
     samples[number] |= changed
     torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
     assert kind in {finding.kind for finding in findings(read([tmp_path / "0.pt"]))}
+
+
+def test_a_finding_names_its_place_from_the_file_to_the_tokens():
+    finding = Finding("kind", "why", "rows.safetensors", group="g", episode="e", turn=2, token=3, count=4)
+    assert finding.where == "rows.safetensors, episode e, turn 2, token 3 to 6"
 
 
 def test_what_an_importer_refuses_is_a_finding(tmp_path):

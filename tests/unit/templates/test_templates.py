@@ -878,7 +878,8 @@ def test_by_default_they_are_real_with_one_warning(chatml_tokenizer, caplog):
 @pytest.mark.parametrize("config", [{}, {"escape_control_tokens": True}])
 def test_no_warning_where_the_text_is_harmless_or_escaped(chatml_tokenizer, caplog, config):
     model = rollout(copy.copy(chatml_tokenizer), ["ok"], **config)
-    Agent(model=model, callback_handler=None)(INJECTED if config else "a <b> | [c]")
+    agent = Agent(model=model, system_prompt=INJECTED, callback_handler=None)  # its author's own text
+    agent(INJECTED if config else "a <b> | [c]")
     assert "escape_control_tokens" not in caplog.text
 
 

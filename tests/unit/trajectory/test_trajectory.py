@@ -139,6 +139,12 @@ def sampled_in(trajectory):
     ]
 
 
+def test_a_cut_turn_comes_after_the_answered_ones(recorder):
+    cut_turn(recorder, 7, 8)
+    answered = recorder.call([user("q"), assistant("partial"), user("r")])
+    assert sampled_in(recorder.trajectory) == [list(answered.output_ids), [7, 8]]
+
+
 def test_a_resuming_call_replaces_the_cut_turn(recorder):
     turn = cut_turn(recorder, 7, 8)
     recorder.trajectory.resume(turn)
