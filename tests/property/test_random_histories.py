@@ -97,6 +97,14 @@ FOUND = {
     "two agents get the same tokens, and one continues": Plan(
         (Step(), Step(), Step(), Step(who=1, arrives="same question"), Step())
     ),
+    "two calls share a long opening, and one waits for it": Plan(
+        (
+            *(Step() for _ in range(4)),
+            Step(edits=(Edit("insert", at=0, to=0),), arrives="again", held=True),
+            Step(who=1, arrives="same question"),
+        ),
+        True,
+    ),
     "a file knows of agents that were never answered": Plan(
         (Step(attempt="abort", end="error", number=1), Step(stored=True))
     ),

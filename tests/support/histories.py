@@ -486,14 +486,16 @@ class Player:
         """
         requests, trajectory = self.server.requests, self.model.trajectory
         calls = [self.judge.call_of(request) for request in requests]
-        require(len(calls) == len(self.judge.calls), "a call is one request")
+        # An opening that calls share is sent once more, without output.
+        sent = [(request, call) for request, call in zip(requests, calls, strict=True) if not request.is_prefill]
+        require(len(sent) == len(self.judge.calls), "a call is one request")
         first_agent = min((call.asked for call in calls if call.owner is not None), default=float("inf"))
         structured = {i for i, call in enumerate(calls) if call in self.structured}
         auxiliary = {i for i, call in enumerate(calls) if call.owner is None and call.asked > first_agent} | structured
         by_rid = {turn.generation.request_id: turn for turn in trajectory.turns if turn.generation is not None}
         turns = {i: by_rid[request.rid] for i, request in enumerate(requests) if request.rid in by_rid}
         answers = self.judge.check(constrained=structured, exports=[(True, True)], provable=provable)
-        for request, call in zip(requests, calls, strict=True):
+        for request, call in sent:
             self._check_chat(call, request.text)
         for one in answers:
             _check_reason(one, turns[one.index].reason, turns, calls)
