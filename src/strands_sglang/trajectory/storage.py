@@ -42,9 +42,8 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ..messages.content import Picture
-from ..messages.said import Said
-from ..protocol.generation import Generation, SamplingMask, VersionSpan, to_json
-from ..reasons import read_reason
+from ..protocol.generation import Generation, SamplingMask, to_json
+from ..reasons import Reason, read_reason
 from ..templates.encoder import Encoder
 from ..templates.image_tokens import ImageInputs
 from .turn import RecordedError, Turn, TurnStatus
@@ -58,15 +57,14 @@ _METADATA = {"format", "version", "checksum", "trajectory"}
 _TURN_FIELDS: tuple[str, ...] = (
     *("index", "reasoning_open", "constrained", "agent", "cycle", "is_auxiliary", "clamped", "parent_kept"),
     *("ends_in_reasoning", "has_reasoning", "sampling_params", "request_fields", "tool_calls"),
-    *("roles", "was_added", "said", "answered"),
+    *("roles", "was_added", "said", "answered", "status", "key", "parts", "digests"),
+    *("answer_key", "answer_digest", "answer_blocks"),
 )
+"""Fields that files have as they are; `why` and `fate` have other names there."""
 _GENERATION_FIELDS: tuple[str, ...] = (
     *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),
     *("weight_version", "weight_versions", "request_id", "resumed_ids", "latency_s", "meta_info"),
 )
-
-
-_CONVERTED = frozenset({"weight_version", "weight_versions", "resumed_ids", "meta_info"})
 
 
 class TrajectoryFileError(ValueError):
@@ -155,7 +153,7 @@ def encode_turns(
         parent = None if turn.parent is None else positions[id(turn.parent)]
         described.append(_describe_turn(turn, parent, encoder))
     content = {"turns": described, **facts}
-    tensors["trajectory"] = np.frombuffer(json.dumps(content).encode(), "uint8")
+    tensors["trajectory"] = np.frombuffer(json.dumps(content, default=bytes.hex).encode(), "uint8")
     return bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION, "checksum": _checksum(tensors)}))
 
 
@@ -180,13 +178,6 @@ def _describe_turn(turn: Turn, parent: int | None, encoder: Encoder | None) -> d
         "parent": parent,
         "reason": turn.why,
         "note": turn.fate,
-        "status": turn.status.value,
-        "key": turn.key.hex(),
-        "parts": {name: digest.hex() for name, digest in turn.parts.items()},
-        "digests": [digest.hex() for digest in turn.digests],
-        "answer_key": _to_hex(turn.answer_key),
-        "answer_digest": _to_hex(turn.answer_digest),
-        "answer_blocks": [(kind, digest.hex()) for kind, digest in turn.answer_blocks],
         "cause": turn.failure,
         "prompt_tokens": len(turn.prompt_ids),
         "has_prompt_logprobs": turn.prompt_logprobs is not None,
@@ -212,14 +203,6 @@ def _describe_turn(turn: Turn, parent: int | None, encoder: Encoder | None) -> d
             "is_resumed": turn.waits_to_go_on,
         }
     return described
-
-
-def _to_hex(digest: bytes | None) -> str | None:
-    return None if digest is None else digest.hex()
-
-
-def _from_hex(digest: str | None) -> bytes | None:
-    return None if digest is None else bytes.fromhex(digest)
 
 
 def _checksum(tensors: Mapping[str, Any], version: str = VERSION) -> str:
@@ -297,19 +280,25 @@ def _is_bfloat16(values: Any) -> bool:
     return str(getattr(values, "dtype", "")) == "torch.bfloat16"
 
 
-def check_types(one: Any, where: str = "") -> None:
-    """Check the fields of a dataclass that was made from a file against their annotations.
+def read_fields(kind: type, values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Return the fields of a dataclass from their values in a file.
 
     Args:
-        one: The dataclass.
+        kind: The dataclass.
+        values: The values, by field.
         where: Where it is, at the start of the error.
 
     Raises:
-        TrajectoryFileError: A field has a value of another type.
+        TrajectoryFileError: A value is not of its field's type.
     """
-    for name, hint in _hints(one.__class__).items():
-        if not _fits(value := getattr(one, name), hint):
-            raise DamagedTrajectoryError(f"damaged: {where}{type(one).__name__}.{name} is {value!r:.60}")
+    hints = _hints(kind)
+    fields = {}
+    for name, value in values.items():
+        try:
+            fields[name] = _typed(value, hints[name])
+        except TypeError as error:
+            raise DamagedTrajectoryError(f"damaged: {where}{kind.__name__}.{name} is {value!r:.60}") from error
+    return fields
 
 
 @lru_cache
@@ -318,24 +307,35 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, localns={"Trajectory": object, "array": arrays})
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    if isinstance(hint, UnionType):
-        return any(_fits(value, one) for one in get_args(hint))
-    if hint is Any:
-        return True
-    if hint in (int, float):
-        return isinstance(value, int | hint) and not isinstance(value, bool)
+def _typed(value: Any, hint: Any) -> Any:
+    """Return a value of a JSON file in the type of its field.
+
+    Raises:
+        TypeError: It is of another type.
+        ValueError: It is of the type's form in JSON, and not one of its values.
+    """
     kind, of = get_origin(hint) or hint, get_args(hint)
-    if not isinstance(value, kind):
-        return False
-    if of[1:] == (...,):
-        return all(_fits(entry, of[0]) for entry in value)
-    if kind is Mapping:
-        return all(_fits(key, of[0]) and _fits(entry, of[1]) for key, entry in value.items())
-    if issubclass(kind, tuple):
-        of = of or tuple(_hints(kind).values())  # a named one's
-        return len(value) == len(of) and all(map(_fits, value, of))
-    return True
+    if kind is Any:
+        return value
+    if kind is UnionType:  # with None
+        return None if value is None else _typed(value, of[0])
+    if kind is bytes:
+        return bytes.fromhex(value)
+    if kind is Reason:
+        return read_reason(value)
+    if kind is TurnStatus:
+        return TurnStatus(value)
+    if kind is Mapping and isinstance(value, dict):
+        return {_typed(key, of[0]): _typed(entry, of[1]) for key, entry in value.items()}
+    if issubclass(kind, tuple) and isinstance(value, list):
+        if of[1:] == (...,):
+            return tuple(_typed(entry, of[0]) for entry in value)
+        parts = map(_typed, value, of or _hints(kind).values())  # a named one's
+        return tuple(parts) if kind is tuple else kind(*parts)
+    accepted = int | kind if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError
+    return value
 
 
 def _type_of(name: str) -> str:
@@ -403,18 +403,18 @@ class _Reader:
         )
         return ImageInputs(pictures, array("i", self._tensors[f"{prefix}sent_ids"].tobytes()), train_inputs)
 
-    def _generation(self, answer: Mapping[str, Any], experts: Any) -> Generation:
+    def _generation(self, answer: Mapping[str, Any], experts: Any, where: str) -> Generation:
         count = answer["sampled_tokens"]
         mask = None
         if answer.get("has_sampling_mask"):
             lengths = self._next("sampling_mask.lengths", count)
             mask = SamplingMask(self._next("sampling_mask.ids", sum(lengths)), lengths)
+        version = answer["weight_version"]
+        known = {name: answer[name] for name in _GENERATION_FIELDS if name != "meta_info"}
+        known["weight_version"] = None if version is None else str(version)
         return Generation(
-            **{name: answer[name] for name in _GENERATION_FIELDS if name not in _CONVERTED},
+            **read_fields(Generation, known, where),
             meta_json=to_json(answer["meta_info"]),
-            weight_version=None if (version := answer["weight_version"]) is None else str(version),
-            weight_versions=tuple(VersionSpan(*span) for span in answer["weight_versions"]),
-            resumed_ids=tuple(answer["resumed_ids"]),
             output_ids=self._next("output_ids", count),
             logprobs=self._next("logprobs", count, is_there=answer["has_logprobs"]),
             sampling_mask=mask,
@@ -430,35 +430,20 @@ class _Reader:
         parent = described["parent"]
         if parent is not None and not 0 <= parent < position:
             raise DamagedTrajectoryError(f"damaged: the parent of turn {position} is {parent!r}")
+        where = f"call {described['index']}: "
+        known = {name: described[name] for name in _TURN_FIELDS if name in described}  # earlier files lack some
+        text = None if answer is None else answer.get("text")
+        known |= {"why": described["reason"], "fate": described["note"] or None, "text": text}
         turn = Turn(
-            **{
-                name: described[name]
-                for name in _TURN_FIELDS
-                if name in described
-                and name not in ("tool_calls", "roles", "said", "answered")  # earlier files lack some
-            },
-            said=tuple(Said(*part) for part in described.get("said", ())),
-            answered=tuple(Said(*part) for part in described.get("answered", ())),
-            text=None if answer is None else answer.get("text"),
-            roles=tuple(described["roles"]),
-            tool_calls=tuple(described["tool_calls"]),
+            **read_fields(Turn, known, where),
             parent=None if parent is None else turns[parent],
-            why=read_reason(described["reason"]),
-            fate=read_reason(described["note"]) if described["note"] else None,
-            key=bytes.fromhex(described["key"]),
-            parts={name: bytes.fromhex(digest) for name, digest in described["parts"].items()},
-            digests=tuple(bytes.fromhex(digest) for digest in described["digests"]),
             prompt_ids=self._next("prompt_ids", count),
             prompt_logprobs=self._next("prompt_logprobs", count, is_there=described["has_prompt_logprobs"]),
-            status=TurnStatus(described["status"]),
             cause=None if described["cause"] is None else RecordedError(described["cause"]),
-            answer_key=_from_hex(described["answer_key"]),
-            answer_digest=_from_hex(described["answer_digest"]),
-            answer_blocks=tuple((kind, bytes.fromhex(digest)) for kind, digest in described["answer_blocks"]),
             images=None if described["images"] is None else self._images(f"images.{position}.", described),
         )
         if answer is not None:
-            turn.generation = self._generation(answer, self._tensors.get(f"routed_experts.{position}"))
+            turn.generation = self._generation(answer, self._tensors.get(f"routed_experts.{position}"), where)
             if answer.get("is_resumed"):
                 turn.resumes, turn.status = turn.generation, TurnStatus.CUT  # earlier files say "failed"
         self._check(turn, turns)
@@ -466,7 +451,6 @@ class _Reader:
 
     def _check(self, turn: Turn, before: Sequence[Turn]) -> None:
         """Check what no type tells."""
-        check_types(turn, where := f"call {turn.index}: ")
         answer, parent = turn.generation, turn.parent
         wrong = None
         if before and turn.index <= before[-1].index:
@@ -475,12 +459,10 @@ class _Reader:
             wrong = f"keeps {turn.parent_kept} of the {len(parent.output_ids)} tokens that the turn before it sampled"
         elif not all({"toolUseId", "name", "id"} <= call.keys() for call in turn.tool_calls):
             wrong = "has a tool call without an id or a name"
-        elif answer is not None:
-            check_types(answer, where)
-            if parent is None and not turn.prompt_ids:
-                wrong = "opens a sequence without a prompt"
-            elif not turn.constrained and answer.logprobs is not None and any(map(math.isnan, answer.logprobs)):
-                wrong = "has a logprob that is not a number"
+        elif answer is not None and parent is None and not turn.prompt_ids:
+            wrong = "opens a sequence without a prompt"
+        elif answer is not None and not turn.constrained and any(map(math.isnan, answer.logprobs or ())):
+            wrong = "has a logprob that is not a number"
         if wrong is not None:
             raise DamagedTrajectoryError(f"damaged: call {turn.index} {wrong}")
 

@@ -39,7 +39,7 @@ from ..templates.image_tokens import ImageInputs
 from .discards import After, judge, judge_end, note_if_gone, settle
 from .explain import explain, reason_to_extend, reason_to_open
 from .export import export_sequences, helpers_tokens, sequence_of
-from .storage import check_types, decode_turns, encode_turns, reading, write_file
+from .storage import decode_turns, encode_turns, read_fields, reading, write_file
 from .tokens import TokenManager
 from .turn import Turn, TurnStatus
 
@@ -748,10 +748,9 @@ class Trajectory:
             trajectory.pieces = pieces
             trajectory.is_changed = facts["is_changed"]
             if (end := facts.get("end")) is not None:  # earlier files lack it
-                turn_rewards = {int(index): reward for index, reward in end["turn_rewards"].items()}
                 known = {name: value for name, value in end.items() if name not in _UNREAD_END}
-                trajectory.end = EpisodeEnd(**{**known, "turn_rewards": turn_rewards})
-                check_types(trajectory.end)
+                known["turn_rewards"] = {int(index): reward for index, reward in end["turn_rewards"].items()}
+                trajectory.end = EpisodeEnd(**read_fields(EpisodeEnd, known))
             trajectory.result_notices = dict(facts["result_notices"])
             trajectory.tool_parse_errors = dict(facts["tool_parse_errors"])
         return trajectory
