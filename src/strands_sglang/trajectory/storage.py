@@ -56,11 +56,13 @@ _METADATA = {"format", "version", "checksum", "trajectory"}
 
 _TURN_FIELDS: tuple[str, ...] = (
     *("index", "reasoning_open", "constrained", "agent", "cycle", "is_auxiliary", "clamped", "parent_kept"),
-    *("ends_in_reasoning", "has_reasoning", "sampling_params", "request_fields", "tool_calls"),
-    *("roles", "was_added", "said", "answered", "status", "key", "parts", "digests"),
-    *("answer_key", "answer_digest", "answer_blocks"),
+    *("ends_in_reasoning", "has_reasoning", "sampling_params", "request_fields", "was_added", "said", "answered"),
 )
-"""Fields that files have as they are; `why` and `fate` have other names there."""
+"""Fields that files have as they are, and earlier ones may lack."""
+_REQUIRED_FIELDS: tuple[str, ...] = (
+    *("tool_calls", "roles", "status", "key", "parts", "digests", "answer_key", "answer_digest", "answer_blocks"),
+)
+"""Fields that all files have as they are; `why` and `fate` have other names there."""
 _GENERATION_FIELDS: tuple[str, ...] = (
     *("finish_type", "stop_token_id", "stop_string", "abort_message", "prompt_tokens", "cached_tokens"),
     *("weight_version", "weight_versions", "request_id", "resumed_ids", "latency_s", "meta_info"),
@@ -153,7 +155,7 @@ def encode_turns(
         parent = None if turn.parent is None else positions[id(turn.parent)]
         described.append(_describe_turn(turn, parent, encoder))
     content = {"turns": described, **facts}
-    tensors["trajectory"] = np.frombuffer(json.dumps(content, default=bytes.hex).encode(), "uint8")
+    tensors["trajectory"] = np.frombuffer(json.dumps(content, default=_in_hex).encode(), "uint8")
     return bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION, "checksum": _checksum(tensors)}))
 
 
@@ -174,7 +176,7 @@ def _image_tensors(images: ImageInputs, prefix: str) -> dict[str, Any]:
 
 def _describe_turn(turn: Turn, parent: int | None, encoder: Encoder | None) -> dict[str, Any]:
     described: dict[str, Any] = {
-        **{name: getattr(turn, name) for name in _TURN_FIELDS},
+        **{name: getattr(turn, name) for name in (*_TURN_FIELDS, *_REQUIRED_FIELDS)},
         "parent": parent,
         "reason": turn.why,
         "note": turn.fate,
@@ -203,6 +205,11 @@ def _describe_turn(turn: Turn, parent: int | None, encoder: Encoder | None) -> d
             "is_resumed": turn.waits_to_go_on,
         }
     return described
+
+
+def _in_hex(value: Any) -> str:
+    """Return a digest as JSON has it; raise what `json` does for anything else."""
+    return value.hex() if isinstance(value, bytes) else json.JSONEncoder().default(value)
 
 
 def _checksum(tensors: Mapping[str, Any], version: str = VERSION) -> str:
@@ -290,6 +297,7 @@ def read_fields(kind: type, values: Mapping[str, Any], where: str = "") -> dict[
 
     Raises:
         TrajectoryFileError: A value is not of its field's type.
+        ValueError: A value is of its field's type, and none that the field can have.
     """
     hints = _hints(kind)
     fields = {}
@@ -330,7 +338,10 @@ def _typed(value: Any, hint: Any) -> Any:
     if issubclass(kind, tuple) and isinstance(value, list):
         if of[1:] == (...,):
             return tuple(_typed(entry, of[0]) for entry in value)
-        parts = map(_typed, value, of or _hints(kind).values())  # a named one's
+        hints = of or tuple(_hints(kind).values())  # a named one's
+        if len(value) > len(hints) or len(value) < len(of):  # a named one may have defaults
+            raise TypeError
+        parts = map(_typed, value, hints)
         return tuple(parts) if kind is tuple else kind(*parts)
     accepted = int | kind if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
@@ -431,7 +442,8 @@ class _Reader:
         if parent is not None and not 0 <= parent < position:
             raise DamagedTrajectoryError(f"damaged: the parent of turn {position} is {parent!r}")
         where = f"call {described['index']}: "
-        known = {name: described[name] for name in _TURN_FIELDS if name in described}  # earlier files lack some
+        known = {name: described[name] for name in _TURN_FIELDS if name in described}
+        known |= {name: described[name] for name in _REQUIRED_FIELDS}
         text = None if answer is None else answer.get("text")
         known |= {"why": described["reason"], "fate": described["note"] or None, "text": text}
         turn = Turn(
