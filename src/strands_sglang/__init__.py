@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .client.balancer import Outage, outages
 from .client.client import SGLangClient
 from .client.loads import ServerLoad
 from .client.shared import clear_clients, get_client, get_client_from_slime_args, get_tokenizer
@@ -43,6 +44,7 @@ __all__ = [
     "MaxMessagesReachedError",
     "MaxToolCallsReachedError",
     "MaxToolIterationsReachedError",
+    "Outage",
     "Outcome",
     "RewardRule",
     "Rollout",
@@ -77,6 +79,7 @@ __all__ = [
     "get_tokenizer",
     "limit_cause",
     "register_tool_parser",
+    "outages",
     "outcome_of",
     "termination_reason",
 ]

@@ -13,12 +13,14 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..terminal import without_credentials
-from .retries import Failure, FailureKind
+from .retries import MAX_DELAY_S, Failure, FailureKind
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,40 @@ MAX_PROBE_S = 60.0
 
 FIRST_LOG_INTERVAL_S = 1.0
 MAX_LOG_INTERVAL_S = 60.0
+
+SILENT_KINDS = frozenset({FailureKind.UNREACHABLE, FailureKind.DROPPED, FailureKind.TIMED_OUT})
+"""Failures of a server that does not answer; one that refuses a request does."""
+
+_known: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A server that does not answer now.
+
+    Attributes:
+        base_url: Its address, without credentials.
+        seconds: For how long.
+        attempt: The attempt that the call which has failed most often makes now.
+        attempts: How many it may make.
+    """
+
+    base_url: str
+    seconds: float
+    attempt: int
+    attempts: int
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        tries = f"attempt {self.attempt} of {self.attempts}"
+        return f"{self.base_url} has not answered for {self.seconds:.0f} s, retrying ({tries})"
+
+
+def outages() -> list[Outage]:
+    """Return the servers of this process that do not answer now, the longest outage first."""
+    found = [outage for server in list(_known) if (outage := server.outage) is not None]
+    by_url = {outage.base_url: outage for outage in sorted(found, key=lambda outage: outage.seconds)}
+    return sorted(by_url.values(), key=lambda outage: -outage.seconds)
 
 
 class Server:
@@ -71,10 +107,11 @@ class Server:
         self.probe_interval = FIRST_PROBE_S
         self._lock = threading.Lock()
         self._failing_since: float | None = None
-        self._is_told = False
-        self._failures = 0
+        self._is_told = self._is_silent = False
+        self._failures, self._attempt = 0, (1, 1)
         self._last_failure = self._next_line = -math.inf
         self._interval = FIRST_LOG_INTERVAL_S
+        _known.add(self)
 
     def note_generation(self, meta_info: Mapping[str, Any]) -> None:
         """Record a generation. New weights empty the prefix cache, and servers abort requests before they load them."""
@@ -83,15 +120,31 @@ class Server:
         if meta_info["finish_reason"]["type"] == "abort" or known not in (None, version):
             self.cache_epoch += 1
 
-    def log_failure(self, failure: Failure) -> None:
-        """Count a failure that will be retried; log it unless a line was logged a short while ago."""
+    @property
+    def outage(self) -> Outage | None:
+        """The outage that lasts now; None if the server answers, or is not asked."""
+        now = time.monotonic()
+        with self._lock:
+            if self._failing_since is None or not self._is_silent or now - self._last_failure > 2 * MAX_DELAY_S:
+                return None
+            return Outage(without_credentials(self.base_url), now - self._failing_since, *self._attempt)
+
+    def log_failure(self, failure: Failure, attempt: tuple[int, int] = (1, 1)) -> None:
+        """Count a failure that will be retried; log it unless a line was logged a short while ago.
+
+        Args:
+            failure: The failure.
+            attempt: The next attempt of its call, and how many that may make.
+        """
         now = time.monotonic()
         with self._lock:
             if now - self._last_failure > MAX_LOG_INTERVAL_S:
                 self._interval, self._next_line = FIRST_LOG_INTERVAL_S, now
             if self._failing_since is None:
-                self._failing_since, self._failures = now, 0
+                self._failing_since, self._failures, self._attempt = now, 0, attempt
             self._failures += 1
+            self._attempt = max(self._attempt, attempt)
+            self._is_silent = failure.kind in SILENT_KINDS
             self._last_failure = now
             if now < self._next_line:
                 return

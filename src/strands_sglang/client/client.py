@@ -715,7 +715,7 @@ async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: 
             delay = None if can_move and request.only is not None else retries.next_delay(outcome)
             if delay is None:
                 raise retries.explain(outcome)
-            server.log_failure(outcome)
+            server.log_failure(outcome, (retries.retries + 1, policy.max_retries + 1))
             report_retry(server.base_url, outcome.kind.value, retries.retries)
             if can_move:
                 delay = 0.0

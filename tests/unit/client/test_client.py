@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from anyio.from_thread import start_blocking_portal
 from hypothesis import given, strategies as st
 
 from strands_sglang.client import balancer as servers_module
-from strands_sglang.client.balancer import Servers
+from strands_sglang.client.balancer import Servers, outages
 from strands_sglang.client.cancellation import POLL_INTERVAL_S, Cancellation
 from strands_sglang.client.client import SGLangClient, normalize_base_url, slime_client_arguments
 from strands_sglang.client.loads import ServerLoad
@@ -528,6 +529,30 @@ async def test_outage_logs_a_few_lines_for_any_number_of_requests(caplog):
     assert 2 <= len(messages) <= 4
     assert "failed_attempts=<1>" in messages[0] and BASE_URL in messages[0] and "HTTP 500" in messages[0]
     assert "answers again" in messages[-1]
+
+
+async def test_a_server_that_does_not_answer_is_named_until_it_does():
+    network = network_of(silent=None)
+    client = client_in(network, "silent", max_retries=60, unreachable_after=60.0)
+    call = asyncio.create_task(client.generate([1]))
+    while len(network.calls) < 3:
+        await asyncio.sleep(0)
+    [outage] = [outage for outage in outages() if outage.base_url == client.base_url]
+    assert re.fullmatch(r"http://silent has not answered for 0 s, retrying \(attempt [34] of 61\)", str(outage))
+    plug(network, silent=scripted())
+    await call
+    assert client.base_url not in [outage.base_url for outage in outages()]
+
+
+async def test_a_server_that_refuses_requests_is_no_outage():
+    server = scripted(*[ScriptedResponse(503)] * 50, OK)
+    client = client_to(server, max_retries=300)
+    call = asyncio.create_task(client.generate([1]))
+    seen = []
+    while not call.done():
+        seen += [outage for outage in outages() if outage.base_url == client.base_url]
+        await asyncio.sleep(0)
+    assert seen == []
 
 
 CONTEXT_LENGTH = [
