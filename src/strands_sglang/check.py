@@ -126,8 +126,9 @@ class ModelCheck:
 
     @property
     def is_proven(self) -> bool:
-        """Whether everything is proven, on the server too if one was named."""
-        return not any(self.unproven.values()) and (self.server is None or self.server.is_proven)
+        """Whether everything is proven, on the server too if one was named, and the model sees its tools."""
+        is_proven = self.shows_tools and not any(self.unproven.values())
+        return is_proven and (self.server is None or self.server.is_proven)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-like data."""
@@ -172,8 +173,7 @@ async def check_model(
         opens_reasoning=template.opening(_QUESTION[1:], None).ends_with(get_tool_parser(name).think_start_token),
         closes_reasoning=template.reasoning_close,
         rewrites_history=template.rewrites_history(),
-        shows_tools=template.render(_QUESTION[1:], [_TOOL], add_generation_prompt=True)
-        != template.render(_QUESTION[1:], None, add_generation_prompt=True),
+        shows_tools=template.shows_tools,
         unproven={**template.self_check(), **dropped},
         unproven_when_plain={**template.self_check(has_system=False, has_tools=False), **dropped},
         example=_example(template),
@@ -275,6 +275,7 @@ def report_lines(check: ModelCheck) -> Iterator[str]:
     opens = "opened by the generation prompt" if check.opens_reasoning else "not opened by the generation prompt"
     closes = "nothing is known to close it" if close is None else f"it is closed with {close!r}"
     rewritten = "earlier turns are rewritten after a user message (see history_policy)"
+    hidden = "the chat template has no place for tools, so the model never calls one: pass --chat-template"
     facts: list[tuple[str, object]] = [
         ("model", check.model),
         ("family", check.family or "unknown: only what the chat template shows is used"),
@@ -282,9 +283,10 @@ def report_lines(check: ModelCheck) -> Iterator[str]:
         ("ends of a turn", " ".join(check.stops) or "none"),
         ("reasoning", f"{opens}; if it is cut off, {closes}"),
         ("history", rewritten if check.rewrites_history else "kept"),
-        ("tools", "shown to the model" if check.shows_tools else "NOT SHOWN: the chat template has no place for tools"),
+        ("tools", "shown to the model" if check.shows_tools else f"NOT SHOWN: {hidden}"),
     ]
-    yield from fact_lines(facts, column=17)
+    for line in fact_lines(facts, column=17):
+        yield line.replace("NOT SHOWN", paint("NOT SHOWN", "red"), 1)
     yield ""
     for case, reason in check.unproven.items():
         if reason is None:

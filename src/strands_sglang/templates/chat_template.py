@@ -18,6 +18,7 @@ drops a part in a form that it does not know, so messages are put into the templ
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -485,15 +486,28 @@ class ChatTemplate:
                 f"{places[lost[0]]}: the chat template drops the {lost[1]} of this conversation; leave it out, or pass "
                 "a template that renders all parts, chat_template=<jinja text>"
             )
-        if tools and not self._warned_of_tools and not any(tool["function"]["name"] in text for tool in tools):
-            self._warned_of_tools = True
-            logger.warning(
-                "tools=<%s> | the chat template shows the model none of its tools: pass chat_template= with a place "
-                "for tools, or describe them in the system prompt",
-                ", ".join(tool["function"]["name"] for tool in tools),
-            )
+        if tools and not self._warned_of_tools and not self.shows_tools:
+            described = [tool["function"]["description"].strip().partition("\n")[0] for tool in tools]
+            if not any(line and line in text for line in described):
+                self._warned_of_tools = True
+                logger.warning(
+                    "tools=<%s> | the chat template shows the model none of its tools: pass chat_template= with a "
+                    "place for tools, or put their descriptions into the system prompt",
+                    ", ".join(tool["function"]["name"] for tool in tools),
+                )
         encoded = self._encoded(text)
         return Prompt(_ids_of(encoded), encoded, pictures=pictures)
+
+    @functools.cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template has a place for tools, so that the model sees them."""
+        question: list[ChatMessage] = [{"role": "user", "content": "Hi"}]
+        function = {"name": "weather", "description": "Return it.", "parameters": {"type": "object", "properties": {}}}
+        try:
+            with_tool = self.render(question, [{"type": "function", "function": function}], add_generation_prompt=True)
+            return with_tool != self.render(question, None, add_generation_prompt=True)
+        except ChatTemplateError:  # it takes no such conversation, which says nothing about tools
+            return True
 
     def shared_opening(self, key: Any, render: Callable[[], Prompt]) -> Prompt:
         """Return a prompt that several conversations open with at about the same time, as samples of one prompt do.

@@ -2239,14 +2239,19 @@ async def test_a_template_that_shows_no_tools_is_warned_of_once(rollout, caplog)
 
     @tool
     def multiply(a: int, b: int) -> int:
-        """Multiply."""
+        """Multiply a by b."""
         return a * b
 
     template = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     )
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    for system_prompt, warnings in (("Write multiply(a, b) to multiply.", 0), ("Be brief.", 1), ("Be brief.", 0)):
+    prompts = (
+        ("Write multiply(a, b).\nMultiply a by b.", 0),  # the tool's description
+        ("Use the tool multiply.", 1),  # a name alone tells the model nothing
+        ("Use the tool multiply.", 0),
+    )
+    for system_prompt, warnings in prompts:
         caplog.clear()
         _, model = rollout(["Hi."], chat_template=template)
         await make_agent(model, [multiply], system_prompt=system_prompt).invoke_async("Hi!")
