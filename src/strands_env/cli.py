@@ -493,8 +493,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
     terminal.log(logging.INFO if arguments.verbose else logging.ERROR)
     if not arguments.verbose:  # unknown tools and cut-off answers are ordinary, and the results have them
         logging.getLogger("strands").setLevel(logging.CRITICAL)
-        # That `--concurrency auto` has nothing to follow is unusual, and nothing else shows it.
-        logging.getLogger("strands_env.eval.concurrency").setLevel(logging.WARNING)
+        # Nothing else shows tools that the model does not see, a server that does not answer, or that
+        # `--concurrency auto` has nothing to follow.
+        for name in ("strands_sglang.templates", "strands_sglang.client.balancer", "strands_env.eval.concurrency"):
+            logging.getLogger(name).setLevel(logging.WARNING)
     missing = [f"--{name}" for name in ("env", "output") if getattr(arguments, name) is None]
     if arguments.benchmark is None and arguments.dataset is None:
         missing.insert(0, "--dataset PATH or --benchmark NAME")
@@ -539,7 +541,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         tell(f"strands-env: stopped; {arguments.output} has what is finished, run the same command to continue")
         return STOPPED
-    code = FAILED if metrics["dropped_samples"] else 0
+    code = FAILED if metrics["dropped_samples"] or metrics["waiting_samples"] else 0
     if arguments.json:
         return say(as_json(metrics), code=code)
     return say(*_painted([*metric_lines(metrics), *map(in_options, end_lines(results))]), code=code)
@@ -567,9 +569,7 @@ def report_metrics(arguments: argparse.Namespace) -> int:
         metrics |= costs(results, arguments.prices, success_threshold=threshold)
     if arguments.json:
         return say(as_json(metrics))
-    missing = len(run.sample_keys) - sum(len(row) for row in results.values())
     title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {n} samples"
-    title += f", {missing} not run yet" if missing else ""
     return say(title, "", *_painted([*metric_lines(metrics), *end_lines(results)]))
 
 
@@ -670,7 +670,7 @@ def score_results(arguments: argparse.Namespace) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         tell(f"strands-env: stopped; {arguments.output} has what is scored, run the same command to continue")
         return STOPPED
-    code = FAILED if metrics["dropped_samples"] else 0
+    code = FAILED if metrics["dropped_samples"] or metrics["waiting_samples"] else 0
     if arguments.json:
         return say(as_json(metrics), code=code)
     return say(*_painted([*metric_lines(metrics), *end_lines(results)]), code=code)

@@ -20,6 +20,7 @@ from strands_sglang.viewer import Plot, Report, Table, Task, UnreadableError, re
 
 from .eval.checkpoint import CheckpointError, EvalSample, Results, read_results, results_file
 from .eval.metrics import (
+    SAMPLE_COUNTS,
     Prices,
     Score,
     answer_of,
@@ -68,14 +69,14 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
     metrics = standard_metrics(results, n_samples_per_prompt=n, success_threshold=success_threshold)
     values = prompt_values(results, n_samples_per_prompt=n, success_threshold=success_threshold)
     scored = scores(results, success_threshold=success_threshold)
-    missing = int(metrics["dropped_samples"])
-    counts = ", ".join(f"{metrics[name]:.0f} {name.removesuffix('_samples')}" for name in _COUNTS)
+    missing = metrics["waiting_samples"] + metrics["dropped_samples"]
+    counts = ", ".join(f"{metrics[name]:.0f} {word}" for name, word in SAMPLE_COUNTS.items() if name in metrics)
     head, *rows = metric_rows(metrics)
     report = Report(
         name="Report",
         notes=[
             f"{len(run.prompts)} prompts x {n} samples: {counts}.",
-            *([f"{missing} of the samples are dropped or not run yet; no metric has them."] if missing else []),
+            *(["Waiting and dropped samples are in no metric."] if missing else []),
             "In the table of tasks, reward, sampled tokens and seconds are means over a task's samples.",
             *episodes.notes,
         ],
@@ -254,7 +255,6 @@ class _Shown:
 
 # --- what is said of samples and tasks ---
 
-_COUNTS = ("samples", "dropped_samples", "errored_samples", "unscored_samples")
 _FLIPS = ("flipped to success", "flipped to failure", "better", "worse", "same")
 
 

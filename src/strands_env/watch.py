@@ -28,7 +28,7 @@ from rich.text import Text
 from strands_sglang.credit import RowsFileError, TrainingRows
 from strands_sglang.terminal import visible
 
-from .eval.checkpoint import CheckpointError, EvalSample, ResultsReader, results_file, side_file
+from .eval.checkpoint import CheckpointError, EvalSample, ResultsReader, read_status, results_file, side_file
 from .eval.metrics import end_lines, metric_lines, standard_metrics, wrapped
 
 WINDOW_S = 300.0
@@ -52,6 +52,7 @@ class View:
         total: All of them; None if it is unknown.
         lines: The text below the progress, in at most 80 columns.
         is_over: Whether nothing more will come.
+        alarms: What needs a hand, in at most 80 columns; shown above the text.
     """
 
     title: str
@@ -59,6 +60,7 @@ class View:
     total: int | None
     lines: list[str]
     is_over: bool = False
+    alarms: Sequence[str] = ()
 
     def __rich__(self) -> RenderableType:
         """Lay out the view, with control characters written out."""
@@ -68,6 +70,7 @@ class View:
             shown = f"{self.done}/{self.total}"
             bar.add_row(ProgressBar(total=self.total, completed=self.done, width=50), shown)
             parts.append(bar)
+        parts += [Text(line, style="red") for line in map(visible, self.alarms)]
         for line in map(visible, self.lines):
             parts.append(Text(line, style="red" if line.startswith(("dropped", "errored", "left out")) else ""))
         return Group(*parts)
@@ -158,20 +161,31 @@ class EvaluationView:
             CheckpointError: The files are damaged.
         """
         run, results = self._reader.read()
+        status = read_status(self._reader.path)
         samples = list(chain.from_iterable(results.values()))
         finished, total = sum(sample.is_finished for sample in samples), len(run.sample_keys)
-        if self._shown[0] != self._reader.state:
+        running = min(status.running, total - finished) if status else None
+        alarms: list[str] = []
+        if status is None and finished < total:
+            alarms = wrapped("no process runs this evaluation now; the command that began it continues it")
+        for outage in status.outages if status else ():
+            alarms += wrapped(outage)
+        if self._shown[0] != (self._reader.state, running):
             metrics = standard_metrics(
                 results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=self.success_threshold
             )
+            if running is not None:  # a dropped sample that runs again is both
+                metrics["running_samples"] = float(running)
+                metrics["waiting_samples"] = max(0.0, metrics["waiting_samples"] - running)
             slowest = sorted(samples, key=lambda sample: -sample.seconds)[:SLOWEST]
             told = [f"{sample.prompt_id}#{sample.sample_index} {duration(sample.seconds)}" for sample in slowest]
             lines = [*metric_lines(metrics), "", *end_lines(results)]
             lines += wrapped(f"slowest: {', '.join(told)}") if told else []
-            self._shown = (self._reader.state, lines)
+            self._shown = ((self._reader.state, running), lines)
         title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
-        lines = [*pace_lines(samples, total - finished, now), "", *self._shown[1]]
-        return View(title, finished, total, lines, is_over=finished >= total)
+        missing = 0 if alarms else total - finished  # how long an outage lasts is unknown
+        lines = [*pace_lines(samples, missing, now), "", *self._shown[1]]
+        return View(title, finished, total, lines, is_over=finished >= total, alarms=alarms)
 
 
 def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[str]:
@@ -179,7 +193,7 @@ def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[
 
     Args:
         samples: The samples that have ended.
-        missing: Number of samples that are not finished.
+        missing: Number of samples that are not finished; 0 if it cannot be known how long they take.
         now: The time, in seconds since 1970.
     """
     ends = sorted(sample.ended_at for sample in samples if sample.ended_at is not None)

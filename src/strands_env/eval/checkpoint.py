@@ -13,6 +13,7 @@ The files of `results.jsonl`, in the same folder:
 - `results.failures.jsonl`: one record per failure of an unfinished sample, with its cause;
 - `results.run.json`: the benchmark, the configuration, the prompts and the number of samples;
 - `results.trajectories/KEY.safetensors`: all model calls of a finished sample, with `keep_trajectories`;
+- `results.status.json`: what the evaluation does now, while it runs;
 - `results.lock`: held by the process that writes.
 
 A file holds the results of one configuration, and each record describes its environment. Results of another one are
@@ -46,7 +47,8 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -364,6 +366,7 @@ class Storage:
                 configuration, or are not files of an evaluation.
         """
         self.path = results_file(path)
+        self._status_file = side_file(self.path, ".status.json")
         self._config_digest = run.config_digest
         run_file = side_file(self.path, ".run.json")
         with contextlib.ExitStack() as undo:
@@ -433,6 +436,17 @@ class Storage:
         place = await (self._results if sample.is_finished else self._failures).append(line)
         _leave_tokens(sample, place)
 
+    async def note(self, status: Status) -> None:
+        """Write what the evaluation does now, for `watch`. What cannot be written is left out."""
+        content = encode(dataclasses.asdict(status))
+        writing = asyncio.ensure_future(asyncio.to_thread(replace_file, self._status_file, content))
+        try:
+            await asyncio.shield(writing)
+        except CheckpointError:
+            pass
+        finally:  # also if this is cancelled: `close` removes the file
+            await asyncio.wait([writing])
+
     async def close(self) -> None:
         """Write all pending records, close the files and release the lock."""
         try:
@@ -441,7 +455,42 @@ class Storage:
             finally:
                 await self._failures.close()
         finally:
+            with contextlib.suppress(OSError):
+                self._status_file.unlink(missing_ok=True)
             self._lock.release()
+
+
+STATUS_LASTS_S = 10.0
+"""Seconds after which a status says nothing: its process was killed, or hangs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What a running evaluation does now.
+
+    Attributes:
+        running: Number of episodes that run.
+        outages: Servers that do not answer, each in a sentence.
+    """
+
+    running: int = 0
+    outages: Sequence[str] = ()
+
+
+def read_status(path: str | os.PathLike[str]) -> Status | None:
+    """Return what an evaluation does now; None if no process runs it.
+
+    Args:
+        path: Results file, or its folder.
+    """
+    file = side_file(results_file(path), ".status.json")
+    try:
+        if time.time() - file.stat().st_mtime > STATUS_LASTS_S:
+            return None
+        content = decode(file.read_bytes())
+        return Status(int(content["running"]), [str(outage) for outage in content["outages"]])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def results_file(path: str | os.PathLike[str]) -> Path:

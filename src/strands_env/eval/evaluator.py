@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar
 
 from tqdm import tqdm
 
+from strands_sglang import Outage, outages
+
 from ..core import Action
 from .benchmarks import BENCHMARKS
 from .checkpoint import (
@@ -21,6 +23,7 @@ from .checkpoint import (
     Prompt,
     Results,
     Run,
+    Status,
     Storage,
     decode,
     digest,
@@ -39,6 +42,7 @@ _MAX_CHECKED = 10
 """Most environments that are created to compare them with those of earlier results."""
 
 TICK = 1.0  # seconds between two updates of the progress bar's clock
+NAMED_AFTER = 5.0  # seconds after which a server that does not answer is named
 LOG_EVERY = 60.0  # seconds between two log lines where no bar is shown
 
 
@@ -313,8 +317,13 @@ class Evaluator:
                             f"{sample.step_result.termination_reason.value}: {sample.step_result.error}"
                         )
 
+            async def note() -> None:
+                while storage is not None:
+                    await storage.note(Status(concurrency.running, [str(outage) for outage in long_outages()]))
+                    await asyncio.sleep(TICK)
+
             workers = [work() for _ in range(min(concurrency.most, len(todo)))]
-            await together(workers, (progress.tick(), concurrency.follow()))
+            await together(workers, (progress.tick(), concurrency.follow(), note()))
         results: Results = {prompt.id: [] for prompt in prompts}
         for key, (prompt_id, _) in keys.items():
             results[prompt_id].append(samples[key])
@@ -374,10 +383,16 @@ async def together(
         worker.result()
 
 
-class Progress(tqdm):
-    """A progress bar with rate, remaining time, mean reward and number of failures.
+def long_outages() -> list[Outage]:
+    """Return the outages that are worth a word: a retry mends most of them in no time."""
+    return [outage for outage in outages() if outage.seconds >= NAMED_AFTER]
 
-    The mean reward includes finished samples of earlier runs.
+
+class Progress(tqdm):
+    """A progress bar with rate, remaining time, mean reward, number of failures, and a server that does not answer.
+
+    The mean reward includes finished samples of earlier runs. While a server does not answer, the remaining time is
+    unknown.
     """
 
     def __init__(self, description: str, total: int, done: Sequence[EvalSample], *, shown: bool | None = None) -> None:
@@ -415,6 +430,7 @@ class Progress(tqdm):
         logged = time.monotonic()
         while True:
             await asyncio.sleep(TICK)
+            self._show_outage()
             self.refresh()
             if self.disable and time.monotonic() - logged >= LOG_EVERY:
                 logged = time.monotonic()
@@ -424,6 +440,13 @@ class Progress(tqdm):
                     self.total,
                     self._failed,
                 )
+
+    def _show_outage(self) -> None:
+        silent = long_outages()
+        self.bar_format = None
+        if silent:
+            sentence = str(silent[0]).replace("{", "{{").replace("}", "}}")
+            self.bar_format = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}, " + sentence + "]"
 
     def _count(self, sample: EvalSample) -> None:
         self._ended += 1

@@ -121,7 +121,8 @@ def standard_metrics(
     The counts are
 
     - `prompts`, and `samples`: finished samples.
-    - `dropped_samples`: samples whose infrastructure failed, or that were not run. They are in no metric.
+    - `waiting_samples`: samples that have not ended yet, or were never started.
+    - `dropped_samples`: samples whose infrastructure failed. Like waiting ones, they are in no metric.
     - `errored_samples`: finished samples without a reward because something else failed. They count as failures with a
       reward of 0, or with the lowest reward of the evaluation if that is less.
     - `unscored_samples`: finished samples of an evaluation without any reward. They are in no metric.
@@ -138,11 +139,13 @@ def standard_metrics(
     """
     n = n_samples_per_prompt
     scored = scores(results, success_threshold=success_threshold)
-    finished = sum(sample.is_finished for sample in chain.from_iterable(results.values()))
-    dropped = len(results) * n - finished
+    ended = list(chain.from_iterable(results.values()))
+    finished = sum(sample.is_finished for sample in ended)
+    dropped = len(ended) - finished
     metrics: dict[str, float] = {
         "prompts": float(len(results)),
         "samples": float(finished),
+        "waiting_samples": float(len(results) * n - len(ended)),
         "dropped_samples": float(dropped),
         "errored_samples": float(sum(score.sample.reward is None for score in chain.from_iterable(scored.values()))),
         "unscored_samples": float(finished - sum(len(row) for row in scored.values())),
@@ -151,7 +154,7 @@ def standard_metrics(
     successes = [[score.is_success for score in row] for row in scored.values()]
     answers = [[answer_fn(score.sample) for score in row] for row in scored.values()]
     # The metrics if the dropped samples had failed; empty if there are none.
-    missing = [max(0, n - sum(sample.is_finished for sample in samples)) for samples in results.values()]
+    missing = [sum(not sample.is_finished for sample in samples) for samples in results.values()]
     worst_successes = [row + [False] * gap for row, gap in zip(successes, missing, strict=True)] if dropped else []
     worst_rewards = [row + [0.0] * gap for row, gap in zip(rewards, missing, strict=True)] if dropped else []
     worst_answers = [row + [None] * gap for row, gap in zip(answers, missing, strict=True)] if dropped else []
@@ -574,6 +577,17 @@ def _configuration(first: tuple[Run, Results], second: tuple[Run, Results]) -> d
     }
 
 
+SAMPLE_COUNTS = {
+    "samples": "done",
+    "running_samples": "running",
+    "waiting_samples": "waiting",
+    "dropped_samples": "dropped",
+    "errored_samples": "errored",
+    "unscored_samples": "unscored",
+}
+"""What each count of samples is called wherever it is shown. Running ones are known while an evaluation runs."""
+
+
 def metric_names(metrics: Mapping[str, float]) -> list[str]:
     """Return the names of the metrics that have an interval and counts."""
     return [
@@ -612,11 +626,11 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
         metrics: Return value of `Evaluator.compute_metrics`.
     """
     names = metric_names(metrics)
-    counts = ("prompts", "samples", "dropped_samples", "errored_samples", "unscored_samples")
+    counts = {"prompts": "prompts", **SAMPLE_COUNTS}
     ends = ("", "_low", "_high", "_prompts", "_dropped_prompts", "_if_dropped_failed")
     of_names = {f"{name}{end}" for name, end in product(names, ends)}
     others = [f"{name}: {value:g}" for name, value in metrics.items() if name not in of_names and name not in counts]
-    counted = [f"{metrics[name]:.0f} {name.removesuffix('_samples')}" for name in counts if name in metrics]
+    counted = [f"{metrics[name]:.0f} {word}" for name, word in counts.items() if name in metrics]
     return [*table_lines(metric_rows(metrics)), "", *wrapped(f"counts: {', '.join(counted)}"), *others]
 
 

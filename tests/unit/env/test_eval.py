@@ -65,7 +65,7 @@ from strands_env.eval.metrics import (
     pass_hat_k,
     sample_sizes,
 )
-from strands_sglang import SGLangConnectionError
+from strands_sglang import Outage, SGLangConnectionError
 from support.agents import idle_for
 from support.environments import Contains, StubEnvironment, lines, sample, step_result, tasks
 
@@ -1231,6 +1231,28 @@ async def test_the_clock_of_the_bar_runs_while_no_sample_ends(monkeypatch, capsy
     assert capsys.readouterr().err.count("0/3") > 2
 
 
+async def test_the_bar_names_a_server_that_does_not_answer_and_no_remaining_time(monkeypatch, capsys):
+    monkeypatch.setattr("strands_env.eval.evaluator.TICK", 0.001)
+    silent = [Outage("http://{one}", 3.0, 2, 61)]
+    monkeypatch.setattr("strands_env.eval.evaluator.outages", lambda: silent)
+    with Progress("sums", 3, [], shown=True) as progress:
+        progress.add(sample(1.0))
+
+        async def bar(until):
+            ticking = asyncio.ensure_future(progress.tick())
+            while not until(shown := capsys.readouterr().err.rpartition("\r")[2]):
+                await asyncio.sleep(0.01)
+            ticking.cancel()
+            return shown
+
+        await bar(lambda shown: "1/3" in shown and "<" in shown and "answered" not in shown)
+        silent[0] = Outage("http://{one}", 40.0, 7, 61)
+        told = "http://{one} has not answered for 40 s, retrying (attempt 7 of 61)]"
+        assert "<" not in await bar(lambda shown: told in shown and "1/3" in shown)
+        silent.clear()
+        await bar(lambda shown: "<" in shown and "answered" not in shown)
+
+
 def test_no_progress_bar_without_a_terminal(capsys):
     with Progress("sums", 2, []) as progress:
         progress.add(sample(1.0))
@@ -1268,15 +1290,14 @@ def test_dropped_samples_are_reported_for_each_metric():
         "c": [],  # never run
     }
     metrics = standard_metrics(results, n_samples_per_prompt=2)
-    assert (metrics["samples"], metrics["dropped_samples"]) == (3, 3)
+    assert (metrics["samples"], metrics["waiting_samples"], metrics["dropped_samples"]) == (3, 2, 1)
     assert (metrics["pass@1"], metrics["pass@1_prompts"], metrics["pass@1_dropped_prompts"]) == (1.0, 2, 1)
     assert (metrics["pass@2"], metrics["pass@2_prompts"], metrics["pass@2_dropped_prompts"]) == (1.0, 1, 2)
-    assert metrics["pass@1_if_dropped_failed"] == 0.5
-    assert metrics["pass@2_if_dropped_failed"] == pytest.approx(2 / 3)
-    assert metrics["pass^2_if_dropped_failed"] == pytest.approx(1 / 3)
-    assert metrics["avg@2_if_dropped_failed"] == 0.5
-    # In b there is no other vote; in c there are no votes.
-    assert metrics["majority@2_if_dropped_failed"] == pytest.approx(2 / 3)
+    assert metrics["pass@1_if_dropped_failed"] == 0.75
+    assert metrics["pass@2_if_dropped_failed"] == 1.0
+    assert metrics["pass^2_if_dropped_failed"] == 0.5
+    assert metrics["avg@2_if_dropped_failed"] == 0.75
+    assert metrics["majority@2_if_dropped_failed"] == 1.0  # in b there is no other vote
 
 
 def test_error_is_never_better_than_a_wrong_answer():

@@ -21,8 +21,9 @@ from hypothesis import given, settings, strategies as st
 from strands_env.cli import main
 from strands_env.eval import CheckpointError, Evaluator, read_results
 from strands_env.eval.benchmarks import TaskError, load_tasks
-from strands_env.eval.checkpoint import ResultsReader
+from strands_env.eval.checkpoint import ResultsReader, read_status
 from strands_env.watch import EvaluationView, duration, open_run, pace_lines, read_steps, spark, step_table
+from strands_sglang import Outage
 from strands_sglang.credit import TrainingRows
 from strands_sglang.terminal import visible
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
@@ -148,6 +149,55 @@ def test_an_evaluation_is_shown_with_the_numbers_of_its_report(written, capsys):
     shown = [line.rstrip() for line in out.splitlines()]
     assert [line for line in report if line.strip() and line.rstrip() not in shown] == []
     assert "8/12" in out and "slowest: " in out and max(map(len, shown)) <= 80
+
+
+def test_samples_that_run_or_wait_are_not_dropped(tmp_path, monkeypatch, capsys):
+    """Of 8 samples 2 are done and 1 is dropped, 2 run and 3 wait."""
+    silent = [Outage("http://one", 40.0, 7, 61)]
+    monkeypatch.setattr("strands_env.eval.evaluator.outages", lambda: silent)
+    results = iter([step_result(1.0), step_result(0.0), step_result(None, reason="infrastructure_error")])
+
+    async def run():
+        both, looked = asyncio.Event(), asyncio.Event()
+        running = []
+
+        async def play(action):
+            if (result := next(results, None)) is None:
+                running.append(action)
+                if len(running) == 2:
+                    both.set()
+                await looked.wait()
+            return result or step_result(1.0)
+
+        stub = StubEnvironment(play)
+        evaluation = asyncio.ensure_future(
+            Evaluator(stub.factory, 2, max_concurrency=2, output_path=tmp_path).run(tasks(4))
+        )
+        await both.wait()
+        while (status := read_status(tmp_path)) is None or status.running < 2:
+            await asyncio.sleep(0.01)
+        shown = EvaluationView(tmp_path)(time.time())
+        looked.set()
+        await evaluation
+        return shown
+
+    monkeypatch.setattr("strands_env.eval.evaluator.TICK", 0.01)
+    shown = asyncio.run(run())
+    assert "2 done, 2 running, 3 waiting, 1 dropped, 0 errored" in " ".join(shown.lines)
+    assert shown.alarms == ["http://one has not answered for 40 s, retrying (attempt 7 of 61)"]
+    assert "left" not in shown.lines[0] and read_status(tmp_path) is None
+    assert main(["report", str(tmp_path)]) == 0
+    assert "7 done, 0 waiting, 1 dropped" in capsys.readouterr().out
+
+
+def test_an_evaluation_that_was_killed_is_not_said_to_run(written, tmp_path):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    status = tmp_path / "results.status.json"
+    status.write_text('{"running": 3, "outages": []}')
+    assert EvaluationView(tmp_path)(time.time()).alarms == []
+    os.utime(status, (time.time() - 60,) * 2)
+    shown = EvaluationView(tmp_path)(time.time())
+    assert "no process runs this evaluation" in shown.alarms[0] and "left" not in shown.lines[0]
 
 
 @pytest.mark.parametrize("text", ["\x1b]0;title\x07\x1b[2J\x9b2J\u202e", "half \ud83d"])
