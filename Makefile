@@ -86,6 +86,7 @@ lint: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/zensical build --clean --strict --config-file docs/zensical.toml
+	@echo "the site is in docs/_site: open docs/_site/index.html"
 
 screenshots: $(VENV)/.installed-dev
 	@$(BIN)/python tests/docs/screenshots.py

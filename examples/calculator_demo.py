@@ -50,8 +50,8 @@ SYSTEM_PROMPT = "You are a helpful assistant."
 # A system prompt does not make a small model call tools. Worked examples in the conversation do.
 WORKED_EXAMPLES = (("15 * 12", "180"), ("98 + 47", "145"), ("84 - 29", "55"))
 
-OPERANDS = ((27, 43), (64, 18), (91, 36), (52, 77), (83, 25), (46, 39), (72, 58), (35, 14))
-EXPRESSIONS = [f"{left} {sign} {right}" for left, right in OPERANDS for sign in "*+-"]
+QUESTIONS = ("27 * 43", "27 + 43", "27 - 43", "64 * 18", "64 + 18", "64 - 18")
+EXPRESSIONS = QUESTIONS * 4  # samples of one question, which the page shows side by side
 
 OUTPUT = Path(__file__).parents[1] / "out" / "calculator_demo"
 
@@ -95,16 +95,20 @@ def main() -> int:
         ends = ", ".join(sorted({rollout.reason.value for rollout in rollouts}))
         print(f"the demo failed: the model sampled nothing in {len(rollouts)} rollouts ({ends})", file=sys.stderr)
         return 1
-    shown = next((rollout for rollout in rollouts if rollout.is_right), rollouts[0])
+    rollouts.sort(key=lambda rollout: not rollout.is_right)
+    for number, rollout in enumerate(rollouts, 1):
+        print_finished(rollout, number, len(rollouts))
+    shown = rollouts[0]
     files = save(rollouts, options.out / "trajectories")
-    print_rollout(shown, files[rollouts.index(shown)])
+    print_rollout(shown, files[0])
     if options.svg:
-        save_svg(shown, files[rollouts.index(shown)], options.svg)
+        save_svg(shown, files[0], options.svg)
     print_summary(rollouts, rollout_seconds)
     total = time.monotonic() - started
     print(f"server {start_seconds:.1f} s, rollouts {rollout_seconds:.1f} s, in all {total:.1f} s")
     print("open this page to see every token of them:", flush=True)
-    return strands_sglang(["view", str(options.out / "trajectories"), "--output", str(options.out / "view.html")])
+    trajectories, page = str(options.out / "trajectories"), str(options.out / "view.html")
+    return strands_sglang(["view", trajectories, "--tokenizer", tokenizer_path, "--output", page])
 
 
 def save(rollouts: list[Rollout], folder: Path) -> list[Path]:
@@ -162,15 +166,12 @@ async def roll_out_all(base_url: str, tokenizer_path: str) -> list[Rollout]:
     """Roll out all questions, the first one alone: its prompt is then in the prefix cache for the others."""
     tokenizer = get_tokenizer(tokenizer_path)
     chat_template = template_for(tokenizer)
-    finished: list[Rollout] = []
 
     async def one(expression: str) -> Rollout:
         model = SGLangModel(tokenizer=tokenizer, client=client, sampling_params=SAMPLING, chat_template=chat_template)
-        rollout = await roll_out(model, expression)
-        finished.append(rollout)
-        print_finished(rollout, len(finished), len(EXPRESSIONS))
-        return rollout
+        return await roll_out(model, expression)
 
+    print(f"{len(EXPRESSIONS)} rollouts ...", flush=True)
     async with SGLangClient(base_url, max_retries=5) as client:
         first = await one(EXPRESSIONS[0])
         return [first, *await asyncio.gather(*(one(expression) for expression in EXPRESSIONS[1:]))]

@@ -116,7 +116,7 @@ def run_demo(options: argparse.Namespace) -> None:
         python, Path(settings.model_path), settings=server_settings, log_path=run.folder / "server.log"
     ) as server:
         before = evaluate(run, settings, server.base_url, "before")
-        print(f"held-out tasks before: {before:.3f} right")
+        print(f"held-out tasks before: mean reward {before:.3f}")
         if len(run.steps) < settings.steps:
             train(run, server, trainer_python)
             run.read_ledger()
@@ -187,7 +187,7 @@ def serve_weights(base_url: str, run: Run) -> None:
 
 
 def evaluate(run: Run, settings: Settings, base_url: str, name: str) -> float:
-    """Return the share of held-out tasks that are answered right."""
+    """Return the mean reward of the held-out tasks."""
     evaluator = Evaluator(
         environment_factory(settings, model_factory(settings, base_url)),
         n_samples_per_prompt=settings.held_out_samples,
@@ -207,11 +207,11 @@ def summarize(run: Run, before: float, after: float) -> None:
     push = max(step["metrics"]["push_difference"] for step in run.steps)
     episodes = sum(step["metrics"]["episodes"] for step in run.steps)
     trained = sum(len(step["episodes"]) for step in run.steps)
-    print(f"held-out tasks: {before:.3f} right before, {after:.3f} after ({after - before:+.3f})")
+    print(f"held-out tasks: mean reward {before:.3f} before, {after:.3f} after ({after - before:+.3f})")
     print(f"{len(run.steps)} steps, {episodes} episodes, {trained} of them trained, each once")
     print(f"largest gap between sampler and trainer before an update: {max(gaps, default=math.nan):.1e}")
     print(f"served and sent weights after each push: equal bit by bit; their logprobs differ by at most {push:.1e}")
-    print(f"see {run.folder}: metrics.csv, reward.svg, steps/")
+    print(f"{run.folder} has metrics.csv and reward.svg; look at its episodes: strands-sglang view {run.folder} --open")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strands_sglang import terminal
-from strands_sglang.terminal import paint, tell, waiting
+from strands_sglang.terminal import json_object, paint, tell, waiting
 
 from .names import ENVIRONMENTS, REWARDS, load, load_benchmark_class, needs, registered_benchmarks, why_not
 from .trackers import TRACKERS
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .eval.metrics import Prices
 
 FAILED = terminal.FAILED
-WRONG_USAGE = 2
+WRONG_USAGE = terminal.WRONG_USAGE
 STOPPED = 130
 
 OWN_REWARD = "env"
@@ -94,77 +94,68 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; `run` in its result is the subcommand's function."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="strands-env",
-        usage="strands-env COMMAND [OPTIONS]",
-        description="Evaluate agents in environments.",
-        epilog="example:\n  strands-env eval --dataset tasks.jsonl --env calculator --n-samples 8 \\\n"
-        "    --model Qwen/Qwen3-8B --output results/qwen3-8b\n\n`strands-env COMMAND --help` describes a command.",
-        formatter_class=raw,
+    parser, add = terminal.command_parser(
+        "strands-env",
+        "Evaluate agents in environments.",
+        "example:\n  strands-env eval --dataset tasks.jsonl --env calculator --n-samples 8 \\\n"
+        "    --model Qwen/Qwen3-8B --output results/qwen3-8b\n\n"
+        "`strands-sglang view`, `doctor` and `show` look into its episodes, token by token.",
     )
-    commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND", prog="strands-env")
 
-    listing = commands.add_parser(
+    add(
         "list",
+        list_names,
         help="list benchmarks, environments, rewards and backends",
-        usage="strands-env list",
         description="List the names that `strands-env eval` knows.",
         epilog="example:\n  strands-env list",
-        formatter_class=raw,
     )
-    listing.set_defaults(run=list_names)
 
-    evaluation = commands.add_parser(
+    evaluation = add(
         "eval",
+        evaluate,
+        "(--dataset PATH | --benchmark NAME)\n                        --env NAME --output DIR [OPTIONS]",
         help="run tasks in an environment and print the metrics",
-        usage="strands-env eval (--dataset PATH | --benchmark NAME)\n"
-        "                        --env NAME --output DIR [OPTIONS]",
         description="Run every task several times and print the metrics. Each result is added to\n"
         "DIR/results.jsonl as it finishes. Run the same command again to continue, no\n"
         "matter how the last run ended.",
         epilog="example:\n  strands-env eval --dataset tasks.jsonl --env calculator --n-samples 8 \\\n"
         "    --model Qwen/Qwen3-8B --output results/qwen3-8b",
-        formatter_class=raw,
     )
-    evaluation.set_defaults(run=evaluate)
     _add_evaluation_options(evaluation)
 
-    report = commands.add_parser(
+    report = add(
         "report",
+        report_metrics,
+        "DIR [OPTIONS]",
         help="print the metrics of an evaluation",
-        usage="strands-env report DIR [OPTIONS]",
         description="Print the metrics of an evaluation, also while it runs.",
         epilog="example:\n  strands-env report results/qwen3-8b",
-        formatter_class=raw,
     )
     report.add_argument("folder", metavar="DIR", help="the evaluation's --output, or its results file")
-    watching = commands.add_parser(
+    watching = add(
         "watch",
+        watch_run,
+        "DIR [OPTIONS]",
         help="show an evaluation or a training run while it is written",
-        usage="strands-env watch DIR [OPTIONS]",
         description="Show how fast an evaluation runs, when it will be done, its metrics, failures\n"
         "and slowest episodes, until it is done or Ctrl-C is pressed. DIR may also be a\n"
         "training run with a metrics.csv. The files are only read. Where standard output\n"
         "is not a terminal, print the state once.",
         epilog="example:\n  strands-env watch results/qwen3-8b",
-        formatter_class=raw,
     )
-    watching.set_defaults(run=watch_run)
     watching.add_argument("folder", metavar="DIR", help="the evaluation's --output, or the folder of a training run")
     watching.add_argument("--success-threshold", **_THRESHOLD)
 
-    track = commands.add_parser(
+    track = add(
         "track",
+        track_run,
+        "DIR --to NAME [OPTIONS]",
         help="send the metrics of an evaluation or a training run to a tracker",
-        usage="strands-env track DIR --to NAME [OPTIONS]",
         description="Log the metrics of an evaluation, or of every step of a training run with a\n"
         "metrics.csv, as a new run of TensorBoard (files in DIR/tensorboard), wandb,\n"
         "mlflow or trackio.",
         epilog="example:\n  strands-env track results/qwen3-8b --to wandb --project math",
-        formatter_class=raw,
     )
-    track.set_defaults(run=track_run)
     track.add_argument("folder", metavar="DIR", help="the evaluation's --output, or the folder of a training run")
     track.add_argument("--to", choices=TRACKERS, metavar="NAME", help=f"the tracker: {', '.join(TRACKERS)}")
     track.add_argument("--project", default="strands-env", metavar="NAME", help="the project (default: %(default)s)")
@@ -178,17 +169,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     track.add_argument("--success-threshold", **_THRESHOLD)
 
-    score = commands.add_parser(
+    score = add(
         "score",
+        score_results,
+        "DIR --reward NAME --output OTHER [OPTIONS]",
         help="score the saved episodes of an evaluation with another reward",
-        usage="strands-env score DIR --reward NAME --output OTHER [OPTIONS]",
         description="Score the saved episodes of an evaluation with another reward, without running\n"
         "them again. OTHER becomes the folder of an evaluation with that reward. Run the\n"
         "same command again to continue.",
         epilog="example:\n  strands-env score results/qwen3-8b --reward exact --output results/exact",
-        formatter_class=raw,
     )
-    score.set_defaults(run=score_results)
     score.add_argument("folder", metavar="DIR", help="the evaluation's --output, or its results file")
     reward = _OPTIONS["environment"]["--reward"]
     score.add_argument("--reward", metavar="NAME", help=reward["help"].removesuffix(" (default: %(default)s)"))
@@ -202,21 +192,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="samples at the same time (default: %(default)s)",
     )
 
-    compare = commands.add_parser(
+    compare = add(
         "compare",
+        compare_results,
+        "A B [OPTIONS]",
         help="compare two evaluations prompt by prompt",
-        usage="strands-env compare A B [OPTIONS]",
         description="Compare two evaluations by the prompts that both have.",
         epilog="example:\n  strands-env compare results/before results/after",
-        formatter_class=raw,
     )
     compare.add_argument("first", metavar="A", help="--output of the first evaluation")
     compare.add_argument("second", metavar="B", help="--output of the second one; the difference is B - A")
-    report.set_defaults(run=report_metrics)
-    compare.set_defaults(run=compare_results)
     for command in (report, compare):
         page = "report.html" if command is report else "compare.html"
         command.add_argument("--html", action="store_true", help="write an HTML page with plots and all samples")
+        command.add_argument("--open", action="store_true", help="open the page in the browser")
         command.add_argument(
             "-o", "--output", metavar="PAGE", type=Path, help=f"the page to write (default: {page} in this folder)"
         )
@@ -263,17 +252,6 @@ def prices(text: str) -> Prices:
     if len(parts) != 3 or min(parts) < 0:
         raise argparse.ArgumentTypeError(f"{text} is not three prices such as 0.15,0.02,0.6")
     return Prices(*parts)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
-    return value
 
 
 _THRESHOLD: dict[str, Any] = {
@@ -477,7 +455,7 @@ def _unusable(reason: str | None, what: str = "cannot run") -> list[str]:
     """Why something cannot be used, in lines below its name."""
     if reason is None:
         return []
-    lines = textwrap.wrap(f"{what}: {reason}", terminal.WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(f"{what}: {reason}", terminal.width() - 4, break_long_words=False, break_on_hyphens=False)
     return [paint(f"    {line}", "yellow") for line in lines]
 
 
@@ -503,6 +481,11 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if missing:
         raise UsageError(f"{' and '.join(missing)} must be given")
     try:
+        load(ENVIRONMENTS, arguments.env)  # a wrong name is told before a server is asked
+        if arguments.reward != OWN_REWARD:
+            load(REWARDS, arguments.reward)
+        if arguments.dataset is not None and not Path(arguments.dataset).exists():
+            raise ValueError(f"--dataset {arguments.dataset}: no such file or folder")
         model = model_config(arguments)
         with waiting("loading the model's tokenizer" if arguments.backend == "sglang" else "preparing the model"):
             model_factory: Any = model_factory_of(arguments, model)
@@ -544,7 +527,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     code = FAILED if metrics["dropped_samples"] or metrics["waiting_samples"] else 0
     if arguments.json:
         return say(as_json(metrics), code=code)
-    return say(*_painted([*metric_lines(metrics), *map(in_options, end_lines(results))]), code=code)
+    next_step = f"results in {arguments.output}; look at them: strands-env report {arguments.output} --html --open"
+    return say(*_painted([*metric_lines(metrics), *map(in_options, end_lines(results)), "", next_step]), code=code)
 
 
 def report_metrics(arguments: argparse.Namespace) -> int:
@@ -704,8 +688,8 @@ def writes_page(arguments: argparse.Namespace) -> bool:
     Raises:
         UsageError: Options contradict each other.
     """
-    if arguments.output is not None and not arguments.html:
-        raise UsageError("--output needs --html")
+    if (arguments.output is not None or arguments.open) and not arguments.html:
+        raise UsageError("--output and --open need --html")
     if arguments.html and arguments.json:
         raise UsageError("--html and --json cannot be used together")
     return bool(arguments.html)
@@ -733,6 +717,8 @@ def write_page(arguments: argparse.Namespace, made: Callable[..., str], name: st
         replace_file(output, page.encode("utf-8", "replace"))
     except CheckpointError as error:
         raise UsageError(f"--output {error}") from error
+    if arguments.open:
+        terminal.open_page(output)
     return say(str(output))
 
 

@@ -15,6 +15,7 @@ point is the module that has them:
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -86,8 +87,16 @@ def load(kind: Kind, name: str) -> Any:
     """
     paths = kind.paths()
     if name not in paths and "." not in name and ":" not in name:
-        raise ValueError(f"{kind.option} {name}: neither one of {', '.join(paths)} nor a dotted path")
+        raise ValueError(f"{kind.option} {name}: {unknown(name, paths)}")
     return load_path(kind.option, name, paths.get(name, name))
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """Say that a name is not known, and which one may be meant."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, 1)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    return f"no such name{meant} (known: {', '.join(names)}; or a dotted path such as package.module.Name)"
 
 
 def load_path(option: str, name: str, path: str) -> Any:
@@ -130,8 +139,7 @@ def load_benchmark_class(name: str, known: Iterable[str]) -> Any:
         return registered[name]
     if "." not in name and ":" not in name:
         failed = "".join(f"; the benchmarks of {one} cannot be imported: {why}" for one, why in failures.items())
-        known_names = ", ".join([*known, *registered])
-        raise ValueError(f"--benchmark {name}: neither one of {known_names} nor a dotted path{failed}")
+        raise ValueError(f"--benchmark {name}: {unknown(name, [*known, *registered])}{failed}")
     found = load_path("--benchmark", name, name)
     if not (inspect.isclass(found) and issubclass(found, Evaluator)):
         raise ValueError(f"--benchmark {name}: not a subclass of strands_env.eval.Evaluator")

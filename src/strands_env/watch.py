@@ -68,7 +68,8 @@ class View:
         if self.total:
             bar = Table.grid(padding=(0, 1))
             shown = f"{self.done}/{self.total}"
-            bar.add_row(ProgressBar(total=self.total, completed=self.done, width=50), shown)
+            progress = ProgressBar(self.total, self.done, width=50, complete_style="blue", finished_style="green")
+            bar.add_row(progress, shown)
             parts.append(bar)
         parts += [Text(line, style="red") for line in map(visible, self.alarms)]
         for line in map(visible, self.lines):

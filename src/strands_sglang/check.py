@@ -27,7 +27,7 @@ from .templates.chat_template import (
     UnprovenContinuationError,
     get_chat_template,
 )
-from .terminal import WIDTH, fact_lines, paint
+from .terminal import counted, fact_lines, paint, token_lines, width
 from .tool_parsers import get_tool_parser
 
 if TYPE_CHECKING:
@@ -297,25 +297,13 @@ def report_lines(check: ModelCheck) -> Iterator[str]:
             yield line.replace("UNPROVEN", paint("UNPROVEN", "red"), 1)
     for piece in check.example:
         yield ""
-        yield paint(f"{piece.kind}, {len(piece.tokens)} tokens", "bold")
-        for line in _token_lines(piece.tokens):
-            yield paint(line, "green") if piece.kind == "sampled" else line
+        yield paint(f"{piece.kind}, {counted(len(piece.tokens), 'token')}", "bold")
+        styles = ("green",) if piece.kind == "sampled" else ()
+        for line in token_lines([(repr(token)[1:-1], styles) for token in piece.tokens], width() - 2):
+            yield f"  {line}"
     if check.server is not None:
         yield ""
         yield from _server_lines(check.server)
-
-
-def _token_lines(tokens: list[str]) -> Iterator[str]:
-    """Tokens with marks between them, in lines that fit the terminal."""
-    line = ""
-    for token in tokens:
-        shown = repr(token)[1:-1]
-        if line and len(line) + len(shown) + 4 > WIDTH:
-            yield f"  {line}|"
-            line = shown
-        else:
-            line = f"{line}|{shown}" if line else shown
-    yield f"  {line}"
 
 
 def _server_lines(server: RoundTrip) -> Iterator[str]:

@@ -14,13 +14,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from . import terminal
-from .terminal import tell, visible, waiting
+from .terminal import json_object, tell, visible, waiting
 
 FAILED = terminal.FAILED
-WRONG_USAGE = 2
+WRONG_USAGE = terminal.WRONG_USAGE
 UNSUPPORTED = 3
 
 DEFAULT_PORT = 30000
@@ -45,24 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; `run` in its result is the subcommand's function."""
-    parser = argparse.ArgumentParser(
-        prog="strands-sglang",
-        usage="strands-sglang COMMAND [OPTIONS]",
-        description="Check a model before you train it, and serve one on your CPU.",
-        epilog="example:\n  strands-sglang check Qwen/Qwen3-8B\n\n`strands-sglang COMMAND --help` describes a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser, add = terminal.command_parser(
+        "strands-sglang",
+        "Check a model before you train it, serve one on your CPU, and look into recorded\nepisodes.",
+        "example:\n  strands-sglang check Qwen/Qwen3-8B\n\n"
+        "`strands-env` runs evaluations, and shows them: report, watch, compare.",
     )
-    commands = parser.add_subparsers(required=True, title="commands", metavar="COMMAND", prog="strands-sglang")
 
-    command = commands.add_parser(
+    command = add(
         "serve",
+        serve,
+        "[OPTIONS]",
         help="run an SGLang server on this machine's CPU",
-        usage="strands-sglang serve [OPTIONS]",
         description="Run an SGLang server on this machine's CPU until Ctrl-C. The first run installs\n"
         "SGLang in a separate environment. The server's address goes to standard\n"
         "output once the server is healthy, everything else to standard error.",
         epilog="example:\n  strands-sglang serve --model models/Qwen3-0.6B --port 30000",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
         "--model", type=Path, metavar="PATH", help="a Hugging Face model folder (default: SmolLM2-135M-Instruct)"
@@ -75,17 +72,16 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="port to listen on, 0 for a free one (default: %(default)s)",
     )
-    command.set_defaults(run=serve)
 
-    command = commands.add_parser(
+    command = add(
         "check",
+        check,
+        "MODEL [OPTIONS]",
         help="show what is proven about a model's chat template",
-        usage="strands-sglang check MODEL [OPTIONS]",
         description="Show a model's family, its tool parser and the tokens that end a turn, which\n"
         "prompts can be continued exactly, and a small conversation token by token. Exit\n"
         "with 1 if something is unproven.",
         epilog="example:\n  strands-sglang check Qwen/Qwen3-8B --server http://localhost:30000",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("model", metavar="MODEL", help="a Hugging Face model folder, or a name on the Hub")
     command.add_argument(
@@ -107,18 +103,17 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--family", metavar="NAME", help="the model family, if the template does not show it")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
-    command.set_defaults(run=check)
 
-    command = commands.add_parser(
+    command = add(
         "view",
+        view,
+        "FILE... [OPTIONS]",
         help="make an HTML page that explains every token of recorded episodes",
-        usage="strands-sglang view FILE... [OPTIONS]",
         description="Make one HTML page from trajectories, the folder of an evaluation or of a\n"
         "training step, or the files of another library. It shows every token with its\n"
         "origin and its credit, sibling episodes side by side, and what the doctor finds.\n"
         "The page works offline and requests nothing. Its path goes to standard output.",
         epilog="example:\n  strands-sglang view runs/step-000003 --open",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("files", metavar="FILE", nargs="+", type=Path, help="a file or folder of recorded episodes")
     command.add_argument(
@@ -126,33 +121,31 @@ def build_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--open", action="store_true", help="open the page in the browser")
     add_tokenizer(command)
-    command.set_defaults(run=view)
 
-    command = commands.add_parser(
+    command = add(
         "doctor",
+        doctor,
+        "FILE... [OPTIONS]",
         help="find what is wrong with recorded episodes",
-        usage="strands-sglang doctor FILE... [OPTIONS]",
         description="Compare recorded episodes with everything that can be derived from their own\n"
         "parts, and print a line per finding: its kind, where it is, and why. Files are\n"
         "trajectories, step folders of a training run, the folder of an evaluation,\n"
         "OpenEnv traces, verifiers records and rollout dumps of slime. Exit with 0 if\n"
         "nothing is wrong, 1 if something is, 2 if a file cannot be read.",
         epilog="example:\n  strands-sglang doctor runs/step-000003",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("files", nargs="+", metavar="FILE", help="files and folders")
     add_tokenizer(command)
     command.add_argument("--json", action="store_true", help="print the findings as JSON")
-    command.set_defaults(run=doctor)
 
-    command = commands.add_parser(
+    command = add(
         "show",
+        show,
+        "FILE [OPTIONS]",
         help="show the turns and tokens of recorded episodes",
-        usage="strands-sglang show FILE [OPTIONS]",
         description="Show a file's episodes as trees of turns, each with its reason, and the tokens\n"
         "of one turn with a color for what --color names.",
         epilog="example:\n  strands-sglang show episode.safetensors --turn 2 --color logprob",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("file", metavar="FILE", help="a file or folder, as for `doctor`")
     command.add_argument("--episode", metavar="ID", help="show this episode only (default: all)")
@@ -164,7 +157,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="what the color of a token tells (default: %(default)s)",
     )
     add_tokenizer(command)
-    command.set_defaults(run=show)
     return parser
 
 
@@ -242,8 +234,6 @@ def check(arguments: argparse.Namespace) -> int:
 
 def view(arguments: argparse.Namespace) -> int:
     """Write the page of recorded episodes; return the exit code."""
-    import webbrowser
-
     from .inspection.doctor import findings
     from .inspection.reading import UnreadableError, read
     from .trajectory.storage import write_file
@@ -265,8 +255,8 @@ def view(arguments: argparse.Namespace) -> int:
     except OSError as error:
         tell(f"--output {output}: {error.strerror or error}")
         return FAILED
-    if arguments.open and not webbrowser.open(output.as_uri()):
-        tell("no browser can be opened here")
+    if arguments.open:
+        terminal.open_page(output)
     return say(str(output))
 
 
@@ -305,17 +295,6 @@ def show(arguments: argparse.Namespace) -> int:
         tell(visible(str(error)))
         return WRONG_USAGE
     return say(*shown)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
-    return value
 
 
 def serve(arguments: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtrit
 
-from strands_sglang.terminal import visible
+from strands_sglang.terminal import visible, width
 
 from ..rewards import last_boxed, value_key
 from .checkpoint import EvalSample, Results, Run, flat
@@ -700,8 +700,8 @@ def costs(results: Results, prices: Prices, *, success_threshold: float) -> dict
 
 
 def wrapped(line: str) -> list[str]:
-    """Wrap a line at 80 columns, with control characters written out; further lines are indented."""
-    return textwrap.wrap(visible(line), 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    """Wrap a line for the terminal, with control characters written out; further lines are indented."""
+    return textwrap.wrap(visible(line), width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def difference_rows(comparison: Comparison) -> list[list[str]]:

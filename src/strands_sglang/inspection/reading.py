@@ -91,8 +91,18 @@ def _read_folder(folder: Path) -> list[Group]:
     files = [folder / name for name in names if name.endswith(".safetensors")]
     if files:
         return [read_trajectory_file(file) for file in files]
+    below = [folder / name for name in names if is_recorded(folder / name)]
+    if len(below) == 1:
+        return _read_folder(below[0])
     held = "it is empty" if not names else "it has no rows.safetensors, step folder, *.run.json or *.safetensors"
+    if below:
+        held = f"did you mean one of {', '.join(map(str, below))}?"
     raise UnreadableError(f"{folder}: no recorded episodes: {held}")
+
+
+def is_recorded(folder: Path) -> bool:
+    """Whether a folder has files of recorded episodes."""
+    return folder.is_dir() and any(name.endswith((".safetensors", ".run.json")) for name in os.listdir(folder))
 
 
 def _read_file(path: Path) -> list[Group]:
@@ -146,7 +156,7 @@ def _use_tokenizer(groups: list[Group], name: str) -> None:
         encoder = get_encoder(get_tokenizer(name))
     except (OSError, ValueError) as error:
         told = " ".join(str(error).split())
-        raise UnreadableError(f"--tokenizer {name}: it cannot be loaded: {told[:200]}") from error
+        raise UnreadableError(f"--tokenizer {name}: {told.removeprefix(name).lstrip(': ')[:200]}") from error
     size = len(encoder.tokenizer)
     for group in groups:
         used: set[int] = set()

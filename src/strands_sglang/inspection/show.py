@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, product
 
 import numpy as np
 
-from ..terminal import WIDTH, counted, paint, visible
+from ..terminal import counted, has_colors, paint, token_lines, visible, width
 from ..trajectory.explain import explained
 from ..trajectory.turn import Turn, TurnStatus
 from .reading import UnreadableError
@@ -23,6 +22,9 @@ _LABEL = 10
 
 _MOST, _EDGE = 240, 60
 """A longer run of tokens is shown by its first and last `_EDGE` tokens."""
+
+_SHADES = (-0.1, -0.7, -2.0, -5.0)
+"""Logprobs below which a token gets the next shade: probabilities of about 0.9, 0.5, 0.14 and 0.007."""
 
 _TOLD = (TurnStatus.CUT, TurnStatus.FAILED, TurnStatus.DISCARDED)
 
@@ -60,7 +62,7 @@ def episode_lines(
         numbers = ", ".join(str(one.index) for one in first.turns[:20])
         raise UnreadableError(f"--turn {turn}: episode {first.id} has no such turn; its turns are {numbers or 'none'}")
     yield from _wrapped(f"tokens of turn {chosen[0].index} of episode {visible(first.id)}, by {color}", "bold")
-    yield from token_lines(group, first, chosen[0], color)
+    yield from turn_lines(group, first, chosen[0], color)
 
 
 def _heading(episode: Inspected) -> str:
@@ -78,7 +80,7 @@ def _heading(episode: Inspected) -> str:
     return visible(f"episode {episode.id}: {', '.join(fact for fact in facts if fact)}")
 
 
-def token_lines(group: Group, episode: Inspected, turn: Turn, color: str) -> Iterator[str]:
+def turn_lines(group: Group, episode: Inspected, turn: Turn, color: str) -> Iterator[str]:
     """Show the tokens of a turn: what its prompt added, then what it sampled, in runs that have something in common.
 
     Args:
@@ -90,22 +92,29 @@ def token_lines(group: Group, episode: Inspected, turn: Turn, color: str) -> Ite
     writers = [Writer(writer).name.lower() for writer in writers_of(turn, group.vocabulary).tolist()]
     labels = _labels(episode, turn, color) or writers
     pieces = [_piece(token_id, group) for token_id in (*turn.prompt_ids, *turn.output_ids)]
+    styles: list[Sequence[str]] = [()] * len(pieces)
     if color == "logprob":
-        logprobs = np.concatenate([*halves(turn, "logprobs")]).tolist()
-        for at, logprob in enumerate(logprobs):
-            if logprob == logprob:
+        for at, logprob in enumerate(np.concatenate([*halves(turn, "logprobs")]).tolist()):
+            if logprob != logprob:
+                continue
+            if has_colors():
+                styles[at] = (f"shade {sum(logprob < limit for limit in _SHADES)}",)
+            else:
                 pieces[at] += f"({logprob:.2f})"
     position = 0
     for label, run in groupby(labels):
         count = len(list(run))
-        own = pieces[position : position + count]
         tint = _tint(label, writers[position])
+        own = [
+            (piece, style or tint)
+            for piece, style in zip(pieces[position : position + count], styles[position:], strict=False)
+        ]
         position += count
         if len(own) > _MOST:
-            own = [*own[:_EDGE], f"... {len(own) - 2 * _EDGE} tokens ...", *own[-_EDGE:]]
-        for number, line in enumerate(_filled(own, WIDTH - _LABEL)):
+            own = [*own[:_EDGE], (f"... {len(own) - 2 * _EDGE} tokens ...", ()), *own[-_EDGE:]]
+        for number, line in enumerate(token_lines(own, width() - _LABEL)):
             head = label[: _LABEL - 1] if number == 0 else ""
-            yield f"{head:<{_LABEL}}" + (paint(line, tint) if tint else line)
+            yield f"{head:<{_LABEL}}{line}"
 
 
 def _labels(episode: Inspected, turn: Turn, color: str) -> list[str]:
@@ -133,10 +142,10 @@ def _labels(episode: Inspected, turn: Turn, color: str) -> list[str]:
     return [f"{value:+.3g}" if mask else "-" for value, mask in zip(advantages.tolist(), trained, strict=True)]
 
 
-def _tint(label: str, writer: str) -> str | None:
+def _tint(label: str, writer: str) -> tuple[str, ...]:
     if writer == "model":
-        return "yellow" if label in ("mask 0", "-") or label.startswith("-") else "green"
-    return "bold" if writer in ("user", "tool", "system") else None
+        return ("yellow",) if label in ("mask 0", "-") or label.startswith("-") else ("green",)
+    return ("bold",) if writer in ("user", "tool", "system") else ()
 
 
 def _piece(token_id: int, group: Group) -> str:
@@ -144,31 +153,8 @@ def _piece(token_id: int, group: Group) -> str:
     return str(token_id) if piece is None else visible(piece.decode("utf-8", "replace"))
 
 
-def _columns(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
-
-
-def _filled(pieces: Sequence[str], width: int) -> Iterator[str]:
-    """Yield lines of pieces with marks between them; a piece that is wider than a line is broken."""
-    line, used = "", 0
-    for piece in pieces:
-        mark = "|" if line else ""
-        needed = _columns(piece) + len(mark)
-        if line and used + needed > width:
-            yield line
-            line, used, mark = "", 0, ""
-        line, used = line + mark + piece, used + _columns(piece) + len(mark)
-        while used > width:
-            cut = next(i for i in range(1, len(line) + 1) if _columns(line[:i]) >= width)
-            yield line[:cut]
-            line = line[cut:]
-            used = _columns(line)
-    if line:
-        yield line
-
-
 def _wrapped(line: str, color: str | None = None) -> Iterator[str]:
     """Yield a line in parts of the terminal's width, with its indentation."""
     indent = line[: len(line) - len(line.lstrip())]
-    for part in textwrap.wrap(line, WIDTH, subsequent_indent=indent + "  ", break_on_hyphens=False):
+    for part in textwrap.wrap(line, width(), subsequent_indent=indent + "  ", break_on_hyphens=False):
         yield part if color is None else paint(part, color)
