@@ -484,7 +484,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         load(ENVIRONMENTS, arguments.env)  # a wrong name is told before a server is asked
         if arguments.reward != OWN_REWARD:
             load(REWARDS, arguments.reward)
-        if arguments.dataset is not None and not Path(arguments.dataset).exists():
+        if arguments.benchmark is None and not Path(arguments.dataset).exists():
             raise ValueError(f"--dataset {arguments.dataset}: no such file or folder")
         model = model_config(arguments)
         with waiting("loading the model's tokenizer" if arguments.backend == "sglang" else "preparing the model"):
@@ -527,8 +527,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     code = FAILED if metrics["dropped_samples"] or metrics["waiting_samples"] else 0
     if arguments.json:
         return say(as_json(metrics), code=code)
-    next_step = f"results in {arguments.output}; look at them: strands-env report {arguments.output} --html --open"
-    return say(*_painted([*metric_lines(metrics), *map(in_options, end_lines(results)), "", next_step]), code=code)
+    code = say(*_painted([*metric_lines(metrics), *map(in_options, end_lines(results))]), code=code)
+    tell(f"results in {arguments.output}; look at them: strands-env report {arguments.output} --html --open")
+    return code
 
 
 def report_metrics(arguments: argparse.Namespace) -> int:

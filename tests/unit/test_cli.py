@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import strands_sglang
+from strands_env.cli import main as strands_env
 from strands_sglang import cli
 from strands_sglang.check import check_model, report_lines
 from strands_sglang.local.install import COMPLETE_MARKER, environment_directory
@@ -101,12 +103,21 @@ def test_serve_on_an_unsupported_machine_is_one_line_and_code_3(monkeypatch, cap
     assert "SGLANG_BASE_URL" in error
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["serve", "--port", "high"], ["serve", "--port", "70000"]])
+@pytest.mark.parametrize("arguments", [["fly"], ["serve", "--port", "high"], ["serve", "--port", "70000"]])
 def test_a_wrong_command_line_ends_with_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2
     assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "main"), [("strands-sglang", cli.main), ("strands-env", strands_env)])
+def test_a_bare_command_prints_its_help_and_version_its_version(command, main, capsys):
+    assert main([]) == 2
+    assert f"usage: {command} COMMAND" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert re.fullmatch(rf"{command} \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_help_names_the_subcommands(capsys):
@@ -209,9 +220,9 @@ async def test_the_report_fits_into_80_columns(chatml_tokenizer):
     lines = list(report_lines(report))
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("FAILED") for line in lines)
-    shown = "".join(line[2:] for line in lines if line.startswith("  ") and "|" in line)
+    shown = "".join(line[2:] for line in lines if line.startswith("  ") and "·" in line)
     tokens = [repr(token)[1:-1] for piece in report.example for token in piece.tokens]
-    assert shown.replace("|", "") == "".join(tokens).replace("|", "")
+    assert shown.replace("·", "") == "".join(tokens)
 
 
 async def test_with_a_server_two_turns_are_sampled(chatml_tokenizer):

@@ -281,7 +281,7 @@ def test_dropped_samples_are_reported_with_their_cause(command, tmp_path, capsys
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"--dataset": "missing.jsonl"}, "No such file"),
+        ({"--dataset": "missing.jsonl"}, "no such file"),
         ({"--env": "nothing"}, "--env nothing: no such name (known: calculator"),
         ({"--env": "strands_env.nothing"}, "strands_env has no nothing"),
         ({"--env": "no_such_module.Env"}, "no_such_module cannot be imported"),

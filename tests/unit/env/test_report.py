@@ -257,7 +257,7 @@ def test_what_cannot_be_done_is_one_line(tmp_path, capsys):
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.run.json").write_text(json.dumps(plan))
     for arguments, why in (
-        ((a, "-o", "x.html"), "--output needs --html"),
+        ((a, "-o", "x.html"), "--output and --open need --html"),
         ((a, "--html", "--json"), "--html and --json"),
         ((tmp_path / "none", "--html"), "no results of an evaluation"),
         (
