@@ -7,7 +7,7 @@ of the whole process. Each round runs every variant once; a figure is the median
 turns. Variants without a part replace it by a function that does nothing, so the difference is what the part costs.
 Then `--agents` environments start at once, for the largest stall of the event loop.
 
-Without this package installed, it measures Strands alone. docs/strands-cost.md has the figures and explains them.
+Without this package installed, it measures Strands alone. README.md has the figures and explains them.
 """
 
 from __future__ import annotations

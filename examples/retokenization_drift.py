@@ -1,10 +1,10 @@
 """Measure on a real SGLang server how many rollouts would have different tokens if they were rebuilt from text.
 
-    python examples/retokenization_drift.py [--rollouts 200] [--write docs/drift.md]
+    python examples/retokenization_drift.py [--rollouts 200] [--page docs/understand/tokens.md]
 
 Rolls out the calculator agent of `make demo`, decodes each recorded sequence, encodes the text again, and counts the
 tokens that differ. Uses the server in SGLANG_BASE_URL, or starts one on this machine's CPU; 200 rollouts then take
-about five minutes on two cores.
+about five minutes on two cores. Of the page, only what is between the two marks is replaced.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from strands_sglang import SGLangClient, SGLangClientError, SGLangModel, Traject
 from strands_sglang.drift import Drift
 
 CONCURRENT = 32
+START, END = "<!-- written by retokenization_drift.py -->", "<!-- end -->"
 
 
 def main() -> int:
     """Measure and print; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=200, help="number of rollouts (default: %(default)s)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the report to this file as Markdown")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the report into this page")
     arguments = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("strands").setLevel(logging.CRITICAL)
@@ -46,8 +47,10 @@ def main() -> int:
         print(f"the measurement failed: {error}", file=sys.stderr)
         return 1
     print(report)
-    if arguments.write is not None:
-        arguments.write.write_text(report, encoding="utf-8")
+    if arguments.page is not None:
+        before, _, rest = arguments.page.read_text(encoding="utf-8").partition(START)
+        _, _, after = rest.partition(END)
+        arguments.page.write_text(f"{before}{START}\n\n{report}\n{END}{after}", encoding="utf-8")
     return 0
 
 
@@ -82,48 +85,30 @@ def describe(name: str, trajectories: list[Trajectory], tokenizer: Any) -> str:
     total = sum(drifts, start=Drift(()))
     affected = sum(any(sequence.is_affected for sequence in drift.sequences) for drift in drifts)
     sampled = sum(sum(sequence.loss_mask) for trajectory in trajectories for sequence in trajectory.sequences())
+    causes = ", ".join(f"{drifted} {cause}" for cause, drifted in total.drifted.items())
     lines = [
-        "# Retokenization drift, measured",
-        "",
-        "How many rollouts would train on other tokens if a trainer rebuilt them from text? [Tokens and",
-        "drift](understand/tokens.md) explains why they differ.",
-        "",
-        "`examples/retokenization_drift.py` writes this page. "
-        f"It ran {len(trajectories)} rollouts of the agent of `make demo` with {name} on a real SGLang server, "
-        f"temperature {SAMPLING['temperature']}. It decoded each recorded sequence and encoded the text again with the "
-        "same tokenizer.",
-        "",
         "| | |",
         "|---|---|",
+        f"| model | {name}, temperature {SAMPLING['temperature']} |",
         f"| rollouts that drifted | {affected} of {len(trajectories)} ({affected / len(trajectories):.1%}) |",
-        f"| sequences that drifted | {total.share_affected:.1%} of {len(total.sequences)} |",
-        f"| tokens | {total.tokens:,}, of which {sampled:,} are sampled |",
-        *(f"| drifted tokens, cause: {cause} | {drifted} |" for cause, drifted in total.drifted.items()),
-        "",
-        "| Cause | Where the tokens differ |",
-        "|---|---|",
-        "| sampled | inside a response: the model sampled another split than the tokenizer writes |",
-        "| boundary | across the edge of a response |",
-        "| template | inside a prompt |",
-        "",
+        f"| sampled tokens | {sampled:,} of {total.tokens:,} |",
+        f"| drifted tokens by cause | {causes} |",
     ]
-    if examples := examples_of(trajectories, drifts, tokenizer):
-        lines += ["The most frequent drifts:", "", "| Sampled as | Encoded again as | Times |", "|---|---|---|"]
-        lines += [f"| `{old}` | `{new}` | {times} |" for (old, new), times in examples]
-        lines.append("")
+    if drift := most_frequent(trajectories, drifts, tokenizer):
+        lines.append(f"| most frequent drift | {drift} |")
     return "\n".join(lines)
 
 
-def examples_of(trajectories: list[Trajectory], drifts: list[Drift], tokenizer: Any) -> list[tuple[Any, int]]:
-    """Return the first drifted tokens of each sequence, before and after, with their frequency."""
-    seen: Counter[tuple[str, str]] = Counter()
+def most_frequent(trajectories: list[Trajectory], drifts: list[Drift], tokenizer: Any) -> str:
+    """Describe how the first drifted tokens of a sequence most often change; empty if none drifted."""
+    seen: Counter[str] = Counter()
     for trajectory, drift in zip(trajectories, drifts, strict=True):
         for sequence, found in zip(trajectory.sequences(), drift.sequences, strict=True):
             if found.first is not None:
                 old = sequence.token_ids[found.first : found.first + 2]
                 new = tokenizer.encode(tokenizer.decode(old), add_special_tokens=False)
-                seen[shown(old, tokenizer), shown(new, tokenizer)] += 1
-    return seen.most_common(8)
+                seen[f"`{shown(old, tokenizer)}` becomes `{shown(new, tokenizer)}`"] += 1
+    return "".join(f"{change}: {times} times" for change, times in seen.most_common(1))
 
 
 def shown(ids: list[int], tokenizer: Any) -> str:

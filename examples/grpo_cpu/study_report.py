@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import math
+import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -43,7 +45,15 @@ def main() -> int:
         drift.setdefault((setting, way), []).extend(read(path))
     for (way, _), rows in runs.items():
         drift.setdefault(("base", way), []).append(rows[0])
-    text = "\n".join([*training_table(runs), "", *drift_table(drift), "", *mask_table(options.out / "masks.csv")])
+    tables = [
+        training_table(runs),
+        ["What is trained:"],
+        drift_table(drift, TRAINED),
+        ["How far the trainer is from the sampler, in nats:"],
+        drift_table(drift, GAPS),
+        mask_table(options.out / "masks.csv"),
+    ]
+    text = "\n\n".join("\n".join(lines) for lines in tables if lines)
     page = options.page.read_text(encoding="utf-8")
     before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
@@ -99,22 +109,24 @@ def training_table(runs: dict[tuple[str, int], Rows]) -> list[str]:
     return lines
 
 
-FIGURES = (
+TRAINED = (
     ("episodes drifted", "drifted", ".0%", "episodes"),
     ("with an untrained answer", "other_answers", ".0%", "episodes"),
     ("trained, never sampled", "never_sampled", ".1%", "tokens"),
     ("sampled, never trained", "lost", ".1%", "sampled"),
+)
+GAPS = (
     ("mean gap", "mean_gap", ".1g", "tokens"),
     ("largest gap", "max_gap", ".2g", "tokens"),
     ("KL (k3)", "k3", ".1g", "tokens"),
     ("ratio beyond 1 ± 0.2", "outside", ".1%", "tokens"),
 )
-"""Title, column, format, and the column that weights it."""
+"""Figures of the tables: title, column, format, and the column that weights it."""
 
 
-def drift_table(drift: dict[tuple[str, str], Rows]) -> list[str]:
-    """Return the table of what drifts before any update."""
-    names = [title for title, *_ in FIGURES]
+def drift_table(drift: dict[tuple[str, str], Rows], figures: tuple[tuple[str, str, str, str], ...]) -> list[str]:
+    """Return a table of what drifts before any update."""
+    names = [title for title, *_ in figures]
     lines = ["| Setting | Way | episodes | " + " | ".join(names) + " |", "|---|---|---|" + "---|" * len(names)]
     for setting in dict.fromkeys(["base", *sorted(name for name, _ in drift)]):
         for way in WAYS:
@@ -123,7 +135,7 @@ def drift_table(drift: dict[tuple[str, str], Rows]) -> list[str]:
                 continue
             count = sum(row["episodes"] for row in rows)
             cells = []
-            for _, name, form, weight in FIGURES:
+            for _, name, form, weight in figures:
                 known = [row for row in rows if name in row]
                 if not known:
                     cells.append("-")
@@ -156,7 +168,7 @@ def plot(runs: dict[tuple[str, int], Rows], drift: dict[tuple[str, str], Rows], 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "exactness", "svg.fonttype": "none", "font.size": 9})
+    plt.rcParams.update({"svg.hashsalt": "exactness", "svg.fonttype": "none", "font.size": 11})
     figure, (rewards, gaps, shares) = plt.subplots(1, 3, figsize=(11, 3.2))
     settings = list(dict.fromkeys(["base", *sorted(name for name, _ in drift)]))
     for place, way in enumerate(WAYS):
@@ -177,11 +189,23 @@ def plot(runs: dict[tuple[str, int], Rows], drift: dict[tuple[str, str], Rows], 
     rewards.set_xticks(range(max((len(rows) for rows in runs.values()), default=0) + 1))
     rewards.legend(frameon=False)
     gaps.set(title="mean |trainer - sampler|, nats", yscale="log")
-    shares.set(title="episodes with an answer trained nowhere", ylim=(0, 1))
+    shares.set(title="episodes with a lost answer", ylim=(0, 1))
     for axes in (gaps, shares):
         axes.set_xticks(range(len(settings)), settings)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg")
+    path.write_text(inline(drawn.getvalue()), encoding="utf-8")
+
+
+def inline(svg: str) -> str:
+    """Return a plot as a drawing inside a page, which takes the page's font and colors, light or dark."""
+    title = "<title>Reward, gap and lost answers of the three ways</title>"
+    drawing = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    drawing = re.sub(r' ?font-family: [^;"]*;?', "", drawing)
+    drawing = drawing.replace("fill: #ffffff", "fill: none").replace("stroke: #000000", "stroke: currentColor")
+    start = rf'<svg \1 role="img" xmlns="http://www.w3.org/2000/svg">{title}'
+    return re.sub(r'<svg.*?(viewBox="[^"]*")[^>]*>', start, drawing.replace("xlink:href", "href"), count=1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What follows a sampled turn, for every family and case, compared with the full render of the conversation.
 
 The reference is what the template writes after the end of the sampled turn when it renders everything. The ends of
-turns come from the table of families, not from the library. docs/families.md shows what is proven here;
+turns come from the table of families, not from the library. docs/understand/families.md shows what is proven here;
 `UPDATE_DOCS=1 pytest tests/families/test_continuations.py` writes it.
 """
 
@@ -312,37 +312,46 @@ def test_the_documented_matrix_is_proven_here():
         " and ".join(f"`{family}`" for family in sorted(families)) for families in (MOVES_TEXT, LEAVES_REASONING_OUT)
     )
     lines = [
+        "---",
+        "hide: [toc]",
+        "---",
+        "",
         "# Model families",
         "",
-        "Which prompts are proven for which model family. Each case renders what follows a sampled turn and compares",
-        "it token by token with a full render by the family's own chat template. `make test-families` fails if this",
-        "page is out of date, and `UPDATE_DOCS=1 pytest tests/families/test_continuations.py` writes it again.",
+        "Before you train a model, you want to know whether its prompts can be continued token by token. For each of",
+        f"these {len(FAMILIES)} families we render what follows a sampled turn and compare it with a full render by",
+        "the family's own chat template. A ✓ is a case in which they are equal, token by token.",
         "",
-        "*Stand-in*: no package registry has the family's own tokenizer, so its control tokens were added to a related",
-        "one. The template is the real one.",
+        f"{complete} families prove every case. A **✗** is never guessed: your call opens a new sequence from a full",
+        "render, and [`turn.reason`](../guides/two-sequences.md) says why. If the template refuses the full render",
+        "too, you get an error with the template's own message. Is your model not here? Run",
+        "[`strands-sglang check MODEL`](templates.md#does-my-model-work).",
         "",
-        f"Of {len(FAMILIES)} families, {real} have their real tokenizer, and {complete} prove all cases.",
+        '<div class="matrix" markdown="1">',
         "",
-        "| Family | Chat template | Tokenizer | Tool parser | " + " | ".join(cases) + " |",
-        "|---|---|---|---|" + "---|" * len(cases),
+        "| Family | Tool parser | " + " | ".join(cases) + " |",
+        "|---|---|" + "---|" * len(cases),
     ]
     for family, facts in FAMILIES.items():
-        tokenizer = f"{facts.tokenizer} (stand-in)" if facts.stand_in else facts.tokenizer
-        marks = ["refused" if (family, case) in REFUSED else "proven" for case in cases]
+        marks = ["**✗**" if (family, case) in REFUSED else "✓" for case in cases]
         parser = f"`{facts.tool_format}`" if facts.tool_format else "none"
-        lines.append(f"| {family} | {facts.template} | {tokenizer} | {parser} | " + " | ".join(marks) + " |")
+        lines.append(f"| {family} | {parser} | " + " | ".join(marks) + " |")
+    reasons: dict[str, list[str]] = {}
+    for (family, case), reason in REFUSED.items():
+        reasons.setdefault(f"| {family} | {reason} |", []).append(case)
     lines += [
         "",
-        "## Refused cases",
+        "</div>",
         "",
-        "A refused case is never guessed. The call opens a new sequence from a full render and says why. If the",
-        "template refuses the full render too, the call raises with the template's own message.",
+        "## Why a case is refused",
         "",
-        "| Family | Case | Why |",
+        "| Family | The template | Cases |",
         "|---|---|---|",
-        *(f"| {family} | {case} | {reason} |" for (family, case), reason in REFUSED.items()),
+        *(f"{row.replace('| the template ', '| ')} {', '.join(refused)} |" for row, refused in reasons.items()),
         "",
         "## The cases",
+        "",
+        "Tool results and user turns are compared in conversations of three lengths.",
         "",
         "| Case | What is compared |",
         "|---|---|",
@@ -356,9 +365,7 @@ def test_the_documented_matrix_is_proven_here():
         "| thinking on, thinking off | a user turn and a tool result under the template's own switch |",
         "| full render | every part of every turn (reasoning, text next to a call, call, result) in some form |",
         "",
-        "Tool results and user turns are compared in conversations of three lengths.",
-        "",
-        "## Forms of a full render",
+        "## What a full render changes",
         "",
         "- Some templates leave out text next to a call: Llama 3, Hermes 3, Granite 3, Phi 4 mini, TRL's DeepSeek-V3.",
         "  The text then becomes a message of its own before the calls.",
@@ -368,10 +375,25 @@ def test_the_documented_matrix_is_proven_here():
         f"- The templates of {leaves_reasoning_out} leave out reasoning of earlier turns.",
         "- Some templates drop a part in some conversations only: `gemma_4` a tool result that does not follow its",
         "  call, `gpt_oss` text next to a call once an answer follows, `mistral_nemo` the system prompt if the last",
-        "  message is a tool result. A render that lacks a part is an error that names the message.",
+        "  message is a tool result. If a part is missing, you get an error that names the message.",
+        "",
+        "## Templates and tokenizers",
+        "",
+        f"{real} families are tested with their real tokenizer. No package registry has that of the others",
+        "(*stand-in*), so their control tokens were added to a related one. The templates are the real ones.",
+        "",
+        "| Family | Chat template | Tokenizer |",
+        "|---|---|---|",
+        *(
+            f"| {family} | {facts.template} | {facts.tokenizer}{' (stand-in)' if facts.stand_in else ''} |"
+            for family, facts in FAMILIES.items()
+        ),
+        "",
+        "`make test-families` fails if this page is out of date; `UPDATE_DOCS=1 pytest",
+        "tests/families/test_continuations.py` writes it again.",
         "",
     ]
-    document = Path(__file__).parents[2] / "docs" / "families.md"
+    document = Path(__file__).parents[2] / "docs" / "understand" / "families.md"
     if "UPDATE_DOCS" in os.environ:
         document.write_text("\n".join(lines), encoding="utf-8")
     assert document.read_text(encoding="utf-8") == "\n".join(lines)

@@ -1,10 +1,10 @@
-"""Each way in which a history can differ has a test, and the table of docs/histories.md is true.
+"""Each way in which a history can differ has a test, and the table of docs/contribute/histories.md is true.
 
 How often the record is right about which answers were kept: reported by the model's hooks, or inferred without them.
 
 Every way in which a history can differ from "what it was, the answer, something new" is played with what may come
 before and after it. Answers that the agent throws away say THROWN, all others were kept; the record is held against
-that, and the counts against the table of docs/histories.md.
+that, and the counts against the table of docs/contribute/histories.md.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from support.agents import assistant, call, has_module, make_agent, make_tools, 
 COMPUTES = call(expression="2 * 3")
 CALCULATOR = make_tools()[0][0]
 AFTERWARDS = ("nothing", "a question", "a summary", "the same question")
-DOCS = Path(__file__).parents[3] / "docs" / "histories.md"
+DOCS = Path(__file__).parents[3] / "docs" / "contribute" / "histories.md"
 COLUMNS = ("answers", "reported right", "right", "not known", "wrong")
 TABLE = {
     row: Counter(dict(zip(COLUMNS, map(int, counts.split("|")), strict=True)))
