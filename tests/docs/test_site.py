@@ -19,6 +19,7 @@ SEARCHES = {
     "loss mask": "understand/tokens",
     "retokenization drift": "understand/tokens",
     "TokenizerMismatchError": "troubleshooting",
+    "fork": "understand/trajectory",
     "max_tool_iters": "reference/outcomes",
     "slime": "guides/slime",
     "weight update": "understand/weight-updates",
@@ -88,6 +89,18 @@ def test_the_search_finds(term, page):
     dialog.get_by_role("combobox").fill(term)
     results = dialog.locator("a")
     results.and_(page.locator(f'[href*="{SEARCHES[term]}"]')).first.wait_for(timeout=60_000)
+
+
+def test_what_is_wider_than_a_phone_scrolls_by_key_and_keeps_its_first_column(page):
+    page.goto("/understand/families/", wait_until="networkidle")
+    table = page.locator(".matrix [tabindex='0']")
+    family, case = table.get_by_role("cell", name="qwen3", exact=True), table.get_by_role("columnheader").last
+    before = case.bounding_box()["x"]
+    table.focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("document.querySelector(\".matrix [tabindex='0']\").scrollLeft > 0")
+    assert case.bounding_box()["x"] < before
+    assert family.bounding_box()["x"] >= 0
 
 
 def test_light_and_dark_follow_the_system(page):
