@@ -327,6 +327,10 @@ def test_the_documented_matrix_is_proven_here():
         "too, you get an error with the template's own message. Is your model not here? Run",
         "[`strands-sglang check MODEL`](templates.md#does-my-model-work).",
         "",
+        f"{real} families are tested with their real tokenizer. No package registry has that of the others (†), so",
+        "their control tokens were added to a related one. The templates are the real ones;",
+        "`tests/support/families` lists them.",
+        "",
         '<div class="matrix" markdown="1">',
         "",
         "| Family | Tool parser | " + " | ".join(cases) + " |",
@@ -335,7 +339,8 @@ def test_the_documented_matrix_is_proven_here():
     for family, facts in FAMILIES.items():
         marks = ["**✗**" if (family, case) in REFUSED else "✓" for case in cases]
         parser = f"`{facts.tool_format}`" if facts.tool_format else "none"
-        lines.append(f"| {family} | {parser} | " + " | ".join(marks) + " |")
+        name = f"{family} †" if facts.stand_in else family
+        lines.append(f"| {name} | {parser} | " + " | ".join(marks) + " |")
     reasons: dict[str, list[str]] = {}
     for (family, case), reason in REFUSED.items():
         reasons.setdefault(f"| {family} | {reason} |", []).append(case)
@@ -376,18 +381,6 @@ def test_the_documented_matrix_is_proven_here():
         "- Some templates drop a part in some conversations only: `gemma_4` a tool result that does not follow its",
         "  call, `gpt_oss` text next to a call once an answer follows, `mistral_nemo` the system prompt if the last",
         "  message is a tool result. If a part is missing, you get an error that names the message.",
-        "",
-        "## Templates and tokenizers",
-        "",
-        f"{real} families are tested with their real tokenizer. No package registry has that of the others",
-        "(*stand-in*), so their control tokens were added to a related one. The templates are the real ones.",
-        "",
-        "| Family | Chat template | Tokenizer |",
-        "|---|---|---|",
-        *(
-            f"| {family} | {facts.template} | {facts.tokenizer}{' (stand-in)' if facts.stand_in else ''} |"
-            for family, facts in FAMILIES.items()
-        ),
         "",
         "`make test-families` fails if this page is out of date; `UPDATE_DOCS=1 pytest",
         "tests/families/test_continuations.py` writes it again.",
