@@ -17,8 +17,11 @@ from strands_env.core import Action, Observation, RewardResult, StepResult, Task
 from strands_env.eval import Evaluator
 from strands_env.report import comparison_page, report_page
 from strands_sglang.inspection.doctor import findings
+from strands_sglang.inspection.formats.trajectories import inspect
 from strands_sglang.inspection.reading import read
+from strands_sglang.inspection.records import Group
 from strands_sglang.local.install import home
+from strands_sglang.trajectory.trajectory import Trajectory
 from strands_sglang.viewer import render
 from support import specimens, written_episodes as written
 from support.environments import StubEnvironment
@@ -249,6 +252,11 @@ def test_keys_reach_everything(files, open_page):
 
 def test_turns_tokens_and_conversation_keep_in_step(files, open_page):
     page = open_page(files / "jars.html", "#episode-3")
+    assert page.locator(".messages.now .answer").is_visible()
+    scrolled = "document.querySelector('.conversation').scrollTop"
+    at_answer = page.evaluate(scrolled)
+    page.locator(".strip").press("Home")
+    assert page.evaluate(scrolled) < at_answer
     page.locator("button.turn", has_text="Turn 3").click()  # the fork is in another sequence
     assert page.get_by_label("Sequence", exact=True).input_value() == "1"
     assert page.locator(".messages.now").get_attribute("aria-label") == "Turn 3"
@@ -257,8 +265,67 @@ def test_turns_tokens_and_conversation_keep_in_step(files, open_page):
     assert "opens the first sequence" in page.locator(".life").inner_text()
 
 
+SAID = "\n".join(
+    (
+        "Hi 2*3*4, 2**3 = 8 and 2**4, **25 * 17**",
+        r"\(x^2\) &amp; <b>[a](http://127.0.0.1:9/) ![b](http://127.0.0.1:9/b.png) <http://127.0.0.1:9/>",
+        "1. a list item",
+        "   ```python",
+        "   x =  1\t# two spaces, a tab",
+        "   ```",
+        '[r]: http://127.0.0.1:9/r "t"',
+        "",
+        "[r]   ",
+    )
+)
+TEXTS = "all => all.map(one => one.textContent)"
+INPUT = '{"a": 1.0, "b": 12345678901234567890, "c": "  "}'
+
+
+def page_of(folder, *parts):
+    """A page with an episode of one turn in which these parts are said."""
+    author = written.Author(written.Vocabulary(), 1)
+    author.turn("What is it? ", "It is 2.", [written.Said(*part) for part in parts], why=written.Reason("first"))
+    episode = inspect(Trajectory.of_turns(author.turns), "said")
+    path = folder / "said.html"
+    path.write_text(render([Group("said", [episode], vocabulary=author.vocabulary.texts)]), encoding="utf-8")
+    return path
+
+
+def test_what_was_said_is_shown_as_it_was_said(tmp_path, open_page):
+    parts = [
+        *((role, "text", SAID) for role in ("system", "user")),
+        ("tool", "result", INPUT, "search"),
+        ("assistant", "reasoning", SAID),
+        ("assistant", "text", SAID),
+        ("assistant", "call", INPUT, "search"),
+    ]
+    path = page_of(tmp_path, *parts)
+    page = open_page(path)
+    assert page.locator(".card pre").evaluate_all(TEXTS) == [text for _, _, text, *_ in parts]
+    page.keyboard.press("r")
+    assert page.get_by_role("button", name="Render").get_attribute("aria-pressed") == "true"
+    assert page.locator(".card > pre").evaluate_all(TEXTS) == [SAID, SAID, INPUT, INPUT]
+    answer = page.locator(".card.from-assistant .body")
+    assert "Hi 2*3*4, 2**3 = 8 and 2**4" in answer.inner_text()
+    assert answer.locator("strong").inner_text() == "25 * 17"
+    assert answer.locator("ol > li > pre").inner_text() == "x =  1\t# two spaces, a tab\n"
+    assert SAID.splitlines()[1] in answer.inner_text()
+    assert answer.locator("a, img, b").count() == 0
+    page.keyboard.press("r")
+    assert page.locator(".card .body").count() == 0
+
+
+def test_a_long_message_is_shown_whole(tmp_path, open_page):
+    said = "word  " * 3000
+    page = open_page(page_of(tmp_path, ("assistant", "text", said)))
+    page.get_by_role("button", name="12,000 more characters").click()
+    assert page.locator(".card pre").last.text_content() == said
+
+
 def test_conversations_read_as_people_write_them(files, open_page):
     page = open_page(files / "jars.html", "#episode-3-sequence-0-turn-2")
+    page.keyboard.press("r")
     text = page.locator(".messages.now .card.from-assistant")
     assert text.locator("strong").inner_text() == "12,096 jars"
     assert text.locator("td").count() == 4
@@ -273,6 +340,7 @@ def test_conversations_read_as_people_write_them(files, open_page):
 def test_hostile_content_is_only_text(address, files, open_page):
     page = open_page(files / "hostile.html", address)
     page.mouse.move(700, 300)
+    page.keyboard.press("r")
     page.wait_for_timeout(50)
     assert page.evaluate("window.pwned === undefined")
     assert page.locator("#main").locator("script, iframe, style, meta, object, a[href^='javascript']").count() == 0

@@ -99,7 +99,9 @@ def check_size(groups: Sequence[Group]) -> None:
 
 def bundle() -> str:
     """Return the modules of `front/` as one script."""
-    parts = ["const modules = {};\n"]
+    library = (FRONT / "markdown-it.min.js").read_text(encoding="utf-8").split("//# source")[0]
+    notice = (FRONT / "markdown-it.LICENSE").read_text(encoding="utf-8")
+    parts = [f"/* markdown-it\n\n{notice}*/\n{library}", "const modules = {};\n"]
     for name in MODULES:
         body = _as_function((FRONT / f"{name}.mjs").read_text(encoding="utf-8"))
         parts.append(f"modules.{name} = (() => {{\n{body}}})();\n")

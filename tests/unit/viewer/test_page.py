@@ -196,6 +196,14 @@ def test_the_page_allows_no_request_and_only_its_own_script():
     assert "pwned" not in re.sub(r"<title>[^<]*</title>", "", clear)
 
 
+def test_the_markdown_library_is_the_published_one_with_its_notice():
+    library = (page_module.FRONT / "markdown-it.min.js").read_bytes()
+    published = "391f2aa638e75e6c7859d0a5c5650ef0956722a45998f17e05b83bc655778e1e"
+    assert hashlib.sha256(library).hexdigest() == published  # markdown-it@15.0.3, dist/browser/markdown-it.umd.min.js
+    script = page_module.bundle()
+    assert "Copyright (c) 2014 Vitaly Puzrin" in script and "sourceMappingURL" not in script
+
+
 def test_values_that_are_no_numbers_are_left_out():
     group = written.group_of_jars()
     for episode, value in zip(group.episodes, (float("nan"), float("inf"), -float("inf")), strict=False):

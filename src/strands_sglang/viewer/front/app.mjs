@@ -221,6 +221,7 @@ class App {
         j: () => episode.nextTurn(1),
         k: () => episode.nextTurn(-1),
         c: () => episode.nextColor(),
+        r: () => episode.toggleRendered(),
         "[": () => episode.number > 0 && this.go(`episode-${episode.number - 1}`),
         "]": () => episode.number + 1 < this.index.episodes.length && this.go(`episode-${episode.number + 1}`),
       }),

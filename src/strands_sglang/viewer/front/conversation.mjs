@@ -1,10 +1,11 @@
-// The conversation as people read it: messages with Markdown, tool calls and results as cards, images.
+// The conversation next to the tokens: messages, tool calls and results as they were said, or rendered; images.
 
 import { count, h } from "./dom.mjs";
 import { markdown } from "./markdown.mjs";
+import { harmless } from "./text.mjs";
 
 const MOST_NODES = 1000; // in the document at a time, texts included
-const LONGEST = 6000; // characters of a part before it is folded
+const LONGEST = 6000; // characters of a part that are shown at first
 
 export class Conversation {
   /**
@@ -15,6 +16,7 @@ export class Conversation {
     this.viewport = viewport;
     this.choose = choose;
     this.turns = [];
+    this.rendered = false;
   }
 
   /** Show the messages of a path of turns: `[{turn, number, said, images}]`, `said` being `[role, kind, text, name]`. */
@@ -27,11 +29,21 @@ export class Conversation {
     if (!turns.length) this.viewport.append(h("p.empty", {}, empty));
   }
 
-  /** Bring the messages of a turn into view, in step with the tokens. */
-  follow(turn) {
+  /** Show what the model said as Markdown, or as it was said. */
+  render(rendered) {
+    const { current, answered } = this;
+    this.rendered = rendered;
+    this.range = null;
+    this.current = -1;
+    if (current >= 0) this.follow(this.turns[current].turn, answered);
+  }
+
+  /** Bring the messages of a turn into view, or its answer, in step with the tokens. */
+  follow(turn, answered = false) {
     const at = this.turns.findIndex((entry) => entry.turn === turn);
-    if (at < 0 || at === this.current) return;
+    if (at < 0 || (at === this.current && answered === this.answered)) return;
     this.current = at;
+    this.answered = answered;
     const [first, last] = this.range ?? [0, -1];
     const nearEdge = (at === first && first > 0) || (at === last && last < this.turns.length - 1);
     if (at < first || at > last || nearEdge) this.draw(at);
@@ -39,7 +51,8 @@ export class Conversation {
     const own = this.viewport.querySelector(`[data-turn="${turn}"]`);
     if (own) {
       own.classList.add("now");
-      this.viewport.scrollTop = own.offsetTop - 8;
+      const from = (answered && own.querySelector(".answer")) || own;
+      this.viewport.scrollTop = from.offsetTop - 8;
     }
   }
 
@@ -74,15 +87,18 @@ export class Conversation {
     const section = h("section.messages", { "data-turn": turn, "aria-label": number === null ? "Episode" : `Turn ${number}`, onclick: () => this.choose(turn) });
     if (number !== null) section.append(h("p.turn-name", {}, `Turn ${number}`));
     let pictures = [...(images ?? [])];
-    for (const part of said) {
-      section.append(card(part, part[1] === "image" ? pictures.shift() : null));
+    const answer = said.findLastIndex(([role]) => role !== "assistant") + 1;
+    for (const [i, part] of said.entries()) {
+      const shown = card(part, part[1] === "image" ? pictures.shift() : null, this.rendered);
+      shown.classList.toggle("answer", i === answer);
+      section.append(shown);
       if (nodes(section) > MOST_NODES) {
         section.append(h("p.empty", {}, "The rest of this turn is in its tokens."));
         pictures = [];
         break;
       }
     }
-    for (const picture of pictures) section.append(card(["user", "image", "", ""], picture));
+    for (const picture of pictures) section.append(card(["user", "image", "", ""], picture, false));
     return section;
   }
 }
@@ -94,42 +110,50 @@ function nodes(element) {
   return total;
 }
 
-/** One part of a message. */
-export function card([role, kind, text, name], picture) {
+/**
+ * One part of a message, as it was said.
+ *
+ * @param {boolean} rendered whether the model's text is read as Markdown, and JSON is indented
+ */
+export function card([role, kind, text, name], picture, rendered) {
   if (kind === "image") {
     const shown = picture?.url
       ? h("img", { src: picture.url, alt: picture.where || "image of the prompt" })
       : h("p.empty", {}, "an image that the file does not hold");
     return h("article.card.image", {}, h("header", {}, `${role} · image`), shown);
   }
-  if (kind === "call") {
-    return h("article.card.call", {}, h("header", {}, "calls ", h("b", {}, name || "a tool")), h("pre", {}, folded(pretty(text))));
+  if (kind === "call" || kind === "result") {
+    const head = h("header", {}, kind === "call" ? "calls " : "result ", h("b", {}, name || (kind === "call" ? "a tool" : "")));
+    return h(`article.card.${kind}`, {}, head, ...plain(rendered ? indented(text) : text));
   }
-  if (kind === "result") {
-    return h("article.card.result", {}, h("header", {}, "result ", h("b", {}, name || "")), h("pre", {}, folded(pretty(text))));
-  }
-  if (kind === "raw") return h("article.card", {}, h("header", {}, role), h("pre", {}, folded(text)));
+  const own = rendered && role === "assistant" && text.length <= LONGEST ? markdown(text) : null;
+  const body = own ? [own] : plain(text);
   if (kind === "reasoning") {
-    const body = h("div.body");
-    const details = h("details.card.reasoning", { open: text.length < 1200 }, h("summary", {}, `reasoning · ${count(text.length)} characters`), body);
-    body.append(...markdown(text.slice(0, LONGEST), 60), ...rest(text));
-    return details;
+    const summary = h("summary", {}, `reasoning · ${count(text.length)} characters`);
+    return h("details.card.reasoning", { open: text.length < 1200 }, summary, ...body);
   }
-  return h(`article.card.text.from-${role}`, {}, h("header", {}, role), h("div.body", {}, ...markdown(text.slice(0, LONGEST), 80), ...rest(text)));
+  return h(`article.card.text.from-${role}`, {}, h("header", {}, role), ...body);
 }
 
-function rest(text) {
-  return text.length > LONGEST ? [h("pre.rest", {}, folded(text.slice(LONGEST)))] : [];
+/** A text with its white space; a long one with a button for the rest. */
+function plain(text) {
+  const shown = h("pre", {}, text.slice(0, LONGEST));
+  if (text.length <= LONGEST) return [shown];
+  const all = (event) => {
+    event.stopPropagation();
+    event.target.remove();
+    shown.textContent = harmless(text);
+  };
+  return [shown, h("button.more", { type: "button", onclick: all }, `${count(text.length - LONGEST)} more characters`)];
 }
 
-function folded(text) {
-  return text.length > LONGEST ? `${text.slice(0, LONGEST)}\n… ${count(text.length - LONGEST)} more characters, in the tokens` : text;
-}
-
-function pretty(text) {
+/** JSON with line breaks, if nothing but white space changes. */
+function indented(text) {
   if (text.length > 20000) return text;
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    const value = JSON.parse(text);
+    const dense = text.replace(/("(?:[^"\\]|\\.)*")|\s+/g, "$1");
+    return JSON.stringify(value) === dense ? JSON.stringify(value, null, 2) : text;
   } catch {
     return text;
   }

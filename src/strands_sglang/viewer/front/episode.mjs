@@ -46,7 +46,6 @@ export class EpisodeView {
   constructor(app) {
     this.app = app;
     this.color = "writer";
-    this.following = true;
     this.element = this.build();
     this.tree = new VirtualList(this.parts.tree, 66, (row) =>
       treeRow(this.treeRows[row], this.body.turns, {
@@ -73,6 +72,7 @@ export class EpisodeView {
       color: h("select", { "aria-label": "Color by", onchange: (event) => this.recolor(event.target.value) }),
       legend: h("div.legends"),
       search: h("input", { type: "search", placeholder: "Search: text, id:42, logprob<-5", "aria-label": "Search the tokens", title: HELP, spellcheck: "false" }),
+      rendered: h("button", { type: "button", "aria-pressed": "false", onclick: () => this.toggleRendered(), title: "Read what the model wrote as Markdown, and indent JSON (r)" }, "Render"),
       matches: h("output.matches", { "aria-live": "polite" }),
       strip: h("div.viewport.strip", { tabindex: "0", role: "group", "aria-label": "Tokens; arrow keys move" }),
       conversation: h("div.viewport.conversation", { tabindex: "0", role: "group", "aria-label": "Conversation" }),
@@ -100,6 +100,7 @@ export class EpisodeView {
           {},
           parts.sequence,
           h("label", {}, "color ", parts.color),
+          parts.rendered,
           h("span.finder", {}, parts.search, parts.matches),
         ),
         parts.legend,
@@ -194,7 +195,7 @@ export class EpisodeView {
     if (!this.flow.bounds.length) this.conversation.follow(-1);
     parts.life.replaceChildren(h("p.empty", {}, this.flow.tokens.length ? "Point at a token, or move with the arrow keys." : "This episode has no tokens."));
     this.turn = -1;
-    if (this.flow.bounds.length) this.setTurn(this.flow.bounds[0].turn);
+    if (this.flow.bounds.length) this.follow(0);
     this.search();
   }
 
@@ -242,6 +243,13 @@ export class EpisodeView {
     this.app.tell(`Colored by ${PROPERTIES[this.color].label}`);
   }
 
+  toggleRendered() {
+    const rendered = !this.conversation.rendered;
+    this.parts.rendered.setAttribute("aria-pressed", String(rendered));
+    this.conversation.render(rendered);
+    this.app.tell(rendered ? "The model's text is rendered" : "Everything is shown as it was said");
+  }
+
   /** Choose the sequence that holds a turn, and show where it begins. */
   openTurn(at) {
     const holds = (sequence) => sequence.steps.some(([turn]) => turn === at);
@@ -255,6 +263,7 @@ export class EpisodeView {
     const { rows, list } = this.strip;
     list.reveal(Math.max(0, rows.of(bound.start) - (bound.start < bound.sampled ? 1 : 0)), 0, true);
     this.strip.choose(bound.sampled < bound.stop ? bound.sampled : bound.start, false);
+    this.conversation.follow(at);
     this.strip.list.draw();
   }
 
@@ -278,7 +287,7 @@ export class EpisodeView {
   }
 
   choose(position) {
-    this.setTurn(stepAt(this.flow.bounds, position).turn);
+    this.follow(position);
     this.describe(position);
     const place = this.flow.places[position];
     const { vocabulary } = this.app;
@@ -299,7 +308,14 @@ export class EpisodeView {
   }
 
   seen(position) {
-    if (this.flow?.bounds.length && this.following) this.setTurn(stepAt(this.flow.bounds, position).turn, false);
+    if (this.flow?.bounds.length) this.follow(position);
+  }
+
+  /** Let the tree and the conversation follow the tokens. */
+  follow(position) {
+    const { turn, sampled } = stepAt(this.flow.bounds, position);
+    this.setTurn(turn);
+    this.conversation.follow(turn, position >= sampled);
   }
 
   setTurn(turn) {
@@ -308,7 +324,6 @@ export class EpisodeView {
     const row = this.treeRows.findIndex((entry) => entry.turn === turn);
     this.tree.redraw();
     this.tree.reveal(row);
-    this.conversation.follow(turn);
   }
 
   search() {
