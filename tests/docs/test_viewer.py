@@ -336,6 +336,30 @@ def test_conversations_read_as_people_write_them(files, open_page):
     assert other.locator(".card.image img").evaluate("image => image.naturalWidth") == 160
 
 
+def test_a_search_finds_what_is_in_other_episodes(files, open_page):
+    page = open_page(files / "jars.html", "#episode-0")
+    told = page.locator(".matches")
+    page.keyboard.press("/")
+    assert page.locator(".help").is_visible()
+    page.keyboard.type("checked with")
+    expected = "nothing in this sequence; 1 match in 1 episode"
+    wait_until(page, f"document.querySelector('.matches').textContent === '{expected}'")
+    [result] = page.locator("a.match").all_inner_texts()
+    assert result.startswith("jars-3") and "checked·with·`48" in result
+    page.keyboard.press("Enter")
+    page.locator(".t.hit.current").wait_for()
+    assert "checked with `48" in page.locator(".messages.now").inner_text()
+    assert told.inner_text().startswith("1 match in this sequence")
+    page.get_by_role("searchbox").fill("trained")
+    wait_until(page, "document.querySelector('.matches').textContent.endsWith('10 episodes')")
+    episodes = [episode for group in written.groups_of_jars() for episode in group.episodes]
+    trained = sum(int(sequence.mask.sum()) for episode in episodes for sequence in episode.sequences)
+    assert f"; {trained:,} tokens in 10 episodes" in told.inner_text()
+    page.get_by_role("searchbox").fill("reward:1")
+    wait_until(page, "document.querySelector('.matches').textContent.includes('not a property')")
+    assert '"reward" is not a property' in told.inner_text() and "logprob<-5" in told.inner_text()
+
+
 @pytest.mark.parametrize("address", ["", "#finding-1", "#episode-0", "#siblings-0", "#credit", "#drift", "#<b>"])
 def test_hostile_content_is_only_text(address, files, open_page):
     page = open_page(files / "hostile.html", address)
@@ -509,6 +533,9 @@ def test_tasks_are_sorted_filtered_and_opened(reports, open_page):
     assert "reward 0" in page.locator(".facts").inner_text()
     assert page.locator(".conversation .card").first.inner_text().startswith("user")
     assert page.locator(".strip").is_hidden()
+    page.get_by_role("searchbox").fill("It is True")
+    page.get_by_role("link", name="1 match").first.wait_for()
+    assert "nothing in this episode; " in page.locator(".matches").inner_text()
     page.go_back()
     assert page.get_by_label("State").input_value() == "never solved"
 

@@ -15,7 +15,7 @@ const { number } = await load("dom");
 const { sequenceOf, stepAt } = await load("episode");
 const { firstDifference, layOut } = await load("layout");
 const { filtered, sorted } = await load("report");
-const { find, parseQuery } = await load("search");
+const { find, findAll, parseQuery } = await load("search");
 const { align } = await load("siblings");
 const { Vocabulary, columns, harmless, visible } = await load("text");
 const { treeRows } = await load("tree");
@@ -153,6 +153,24 @@ test("text is found across tokens, and tokens by id and property", () => {
   assert.deepEqual(search("trained").starts, [2, 5]);
   assert.deepEqual(search("nothing of that").starts, []);
   assert.deepEqual(search("").starts, []);
+});
+
+test("an episode is searched in all its sequences, and what they share counts once", () => {
+  const flows = [[[0, 2], [1, 2]], [[0, 3]]].map((steps) => ({ ...sequenceOf(body, steps), vocabulary }));
+  const all = (query) => findAll(flows, { ...body, length: 8 }, parseQuery(query, { ids: vocabulary.ids, ...page }));
+  assert.deepEqual(all("trained"), [{ sequence: 0, position: 2, many: 4 }]);
+  assert.deepEqual(all("apple"), [{ sequence: 0, position: 0, many: 1 }]);
+  assert.deepEqual(all("id:30"), [{ sequence: 0, position: 2, many: 2 }, { sequence: 1, position: 4, many: 1 }]);
+  assert.deepEqual(all("nothing of that"), []);
+  const said = { said: [["user", "text", "An apple, an APPLE"], ["assistant", "text", "Apple"]], length: 0 };
+  assert.deepEqual(findAll([], said, { text: "apple" }), [{ many: 3 }]);
+});
+
+test("a query that names an unknown property is told apart from text", () => {
+  const parse = (query) => parseQuery(query, { ids: vocabulary.ids, ...page });
+  assert.equal(parse("reward:1").property, "reward");
+  assert.equal(parse("version:99").property, "version");
+  assert.equal(parse("a plain text").property, undefined);
 });
 
 test("a biography says whether a token is trained, and why not", () => {

@@ -114,7 +114,8 @@ class App {
   }
 
   async decode(episode) {
-    const [body, columns] = await Promise.all([this.store.get(episode.body), this.store.all(episode.columns)]);
+    const none = () => Object.fromEntries(Object.keys(episode.columns).map((name) => [name, new Uint8Array()]));
+    const [body, columns] = await Promise.all([this.store.get(episode.body), episode.length ? this.store.all(episode.columns) : none()]);
     body.columns = columns;
     body.length = episode.length;
     if (columns.trains) columns.mask = columns.trains.map((sequence) => (sequence ? 1 : 0));
@@ -217,7 +218,7 @@ class App {
       f: () => this.index.findings.length && this.go(`finding-${(((this.finding ?? -1) + 1) % this.index.findings.length) + 1}`),
       ...Object.fromEntries([...document.querySelectorAll("nav a")].map((link, i) => [String(i + 1), () => this.go(link.dataset.view)])),
       ...(inEpisode && {
-        "/": () => episode.parts.search.focus(),
+        "/": () => episode.finder.input.focus(),
         j: () => episode.nextTurn(1),
         k: () => episode.nextTurn(-1),
         c: () => episode.nextColor(),

@@ -31,6 +31,11 @@ export function count(value) {
   return Number(value).toLocaleString("en-US");
 }
 
+/** A number with what it counts: "1 turn", "2 turns". */
+export function counted(value, one, many = `${one}s`) {
+  return `${count(value)} ${value === 1 ? one : many}`;
+}
+
 /** A measured number, short. */
 export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";

@@ -4,7 +4,7 @@ import { biography, facts, fate } from "./biography.mjs";
 import { PROPERTIES, available, legend } from "./colors.mjs";
 import { Conversation } from "./conversation.mjs";
 import { count, h, number } from "./dom.mjs";
-import { HELP, find, parseQuery } from "./search.mjs";
+import { Finder } from "./search.mjs";
 import { Strip } from "./strip.mjs";
 import { marks, treeRow, treeRows } from "./tree.mjs";
 import { VirtualList } from "./virtual.mjs";
@@ -46,6 +46,7 @@ export class EpisodeView {
   constructor(app) {
     this.app = app;
     this.color = "writer";
+    this.finder = new Finder(this);
     this.element = this.build();
     this.tree = new VirtualList(this.parts.tree, 66, (row) =>
       treeRow(this.treeRows[row], this.body.turns, {
@@ -71,23 +72,12 @@ export class EpisodeView {
       sequence: h("select", { "aria-label": "Sequence", onchange: (event) => this.showSequence(Number(event.target.value)) }),
       color: h("select", { "aria-label": "Color by", onchange: (event) => this.recolor(event.target.value) }),
       legend: h("div.legends"),
-      search: h("input", { type: "search", placeholder: "Search: text, id:42, logprob<-5", "aria-label": "Search the tokens", title: HELP, spellcheck: "false" }),
-      rendered: h("button", { type: "button", "aria-pressed": "false", onclick: () => this.toggleRendered(), title: "Read what the model wrote as Markdown, and indent JSON (r)" }, "Render"),
-      matches: h("output.matches", { "aria-live": "polite" }),
+      rendered: h("button.render", { type: "button", "aria-pressed": "false", onclick: () => this.toggleRendered(), title: "Read what the model wrote as Markdown, and indent JSON (r)" }, "Render"),
       strip: h("div.viewport.strip", { tabindex: "0", role: "group", "aria-label": "Tokens; arrow keys move" }),
       conversation: h("div.viewport.conversation", { tabindex: "0", role: "group", "aria-label": "Conversation" }),
       life: h("div.life", { tabindex: "0", role: "group", "aria-label": "Biography of the token" }),
     };
     this.parts = parts;
-    parts.search.addEventListener("input", () => this.search());
-    parts.search.addEventListener("keydown", (event) => {
-      if (event.key === "Enter") {
-        event.preventDefault();
-        this.nextMatch(event.shiftKey ? -1 : 1);
-      } else if (event.key === "Escape") {
-        parts.strip.focus();
-      }
-    });
     return h(
       "section.episode",
       { "aria-label": "Episode" },
@@ -101,8 +91,10 @@ export class EpisodeView {
           parts.sequence,
           h("label", {}, "color ", parts.color),
           parts.rendered,
-          h("span.finder", {}, parts.search, parts.matches),
+          this.finder.element,
         ),
+        this.finder.told,
+        this.finder.results,
         parts.legend,
         h("div.panes", {}, parts.strip, parts.conversation),
         parts.life,
@@ -196,7 +188,13 @@ export class EpisodeView {
     parts.life.replaceChildren(h("p.empty", {}, this.flow.tokens.length ? "Point at a token, or move with the arrow keys." : "This episode has no tokens."));
     this.turn = -1;
     if (this.flow.bounds.length) this.follow(0);
-    this.search();
+    this.finder.mark();
+  }
+
+  /** The sequences of an episode. */
+  flows(body) {
+    const { vocabulary } = this.app;
+    return body.length ? body.sequences.map(({ steps }) => ({ ...sequenceOf(body, steps), vocabulary })) : [];
   }
 
   headings({ turn: at, start, sampled, stop }) {
@@ -275,11 +273,9 @@ export class EpisodeView {
   }
 
   /** Show a token of the sequence, and mark `many` from it on. */
-  openToken(position, many = 1) {
+  openToken(position, many) {
     if (!this.flow.tokens.length) return;
-    const marked = new Uint8Array(this.flow.tokens.length);
-    marked.fill(1, position, position + Math.max(1, many));
-    this.strip.mark(marked);
+    if (many !== undefined) this.strip.mark(new Uint8Array(this.flow.tokens.length).fill(1, position, position + Math.max(1, many)));
     this.strip.choose(position);
     this.strip.list.reveal(this.strip.rowOf(position), 0.35, true);
     this.parts.strip.focus({ preventScroll: true });
@@ -324,30 +320,5 @@ export class EpisodeView {
     const row = this.treeRows.findIndex((entry) => entry.turn === turn);
     this.tree.redraw();
     this.tree.reveal(row);
-  }
-
-  search() {
-    const { parts } = this;
-    const text = parts.search.value;
-    if (!text) {
-      parts.matches.textContent = "";
-      this.matches = [];
-      if (this.strip.hits) this.strip.mark(null);
-      return;
-    }
-    const query = parseQuery(text, { ids: this.app.vocabulary.ids, writers: this.app.index.writers, versions: this.app.index.versions });
-    const { hits, starts } = find({ ...this.flow, vocabulary: this.app.vocabulary }, this.body.columns, query);
-    this.matches = starts;
-    this.strip.mark(hits);
-    parts.matches.textContent = starts.length ? `${count(starts.length)} found` : "nothing found";
-  }
-
-  nextMatch(by) {
-    if (!this.matches?.length) return;
-    const here = this.strip.current;
-    let at = by > 0 ? this.matches.findIndex((start) => start > here) : this.matches.findLastIndex((start) => start < here);
-    if (at < 0) at = by > 0 ? 0 : this.matches.length - 1;
-    this.strip.choose(this.matches[at]);
-    this.parts.matches.textContent = `${count(at + 1)} of ${count(this.matches.length)}`;
   }
 }

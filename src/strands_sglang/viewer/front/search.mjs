@@ -1,8 +1,16 @@
-// Search over the tokens of a sequence: by text, id or property.
+// Search over the tokens of all episodes: by text, id or property.
+
+import { count, counted, h } from "./dom.mjs";
+import { VirtualList } from "./virtual.mjs";
+
+const ROW_HEIGHT = 28; // px
+const PAUSE = 40; // ms of work after which the page may react
+const AT_ONCE = 32; // episodes that are decoded at a time
 
 const NUMBER = String.raw`[-−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?`;
 const COMPARISON = new RegExp(`^(id|logprob|probability|advantage|weight|gap|position)\\s*(<=|>=|<|>|=|:)\\s*(${NUMBER})$`, "i");
 const NAMED = /^(writer|version|turn)\s*[:=]\s*(.+)$/i;
+const PROPERTY = /^[a-z_]+(?=\s*(?:<=|>=|[<>=:]))/i;
 const FLAGS = {
   trained: (c, i) => c.mask?.[i] === 1,
   untrained: (c, i) => c.sampled?.[i] === 1 && !c.mask?.[i],
@@ -12,12 +20,12 @@ const FLAGS = {
 
 /** What can be searched for, for people. */
 export const HELP =
-  "text, or: id:151645 · logprob<-5 · probability<0.1 · advantage>0 · gap>0.01 · writer:tool · version:3 · turn:4 · trained · untrained · sampled · drifted";
+  "Search for text, or for: id:151645 · position:17 · logprob<-5 · probability<0.1 · advantage>0 · weight>0.1 · gap>0.01 · writer:tool · version:3 · turn:4 · trained · untrained · sampled · drifted";
 
 /**
- * Parse a query into a test of one token, or the text to find.
+ * Parse a query into a test of one token, or the text to find, which may have been meant as the property that it names.
  *
- * @returns {{text: string}|{test: (c: object, place: number, position: number) => boolean}}
+ * @returns {{text: string, property?: string}|{test: (c: object, place: number, position: number) => boolean}}
  */
 export function parseQuery(query, { ids, writers, versions }) {
   const text = query.trim();
@@ -61,7 +69,7 @@ export function parseQuery(query, { ids, writers, versions }) {
       return { test: (c, i) => c.turn?.[i] === Number(value) };
     }
   }
-  return { text: query };
+  return { text: query, property: PROPERTY.exec(text)?.[0] };
 }
 
 /**
@@ -101,4 +109,163 @@ export function find(sequence, columns, query) {
     for (let i = token; i < tokens.length && offsets[i] < at + wanted.length; i++) hits[i] = 1;
   }
   return { hits, starts };
+}
+
+/**
+ * Find what matches in all sequences of an episode.
+ *
+ * @param {{tokens: ArrayLike<number>, places: Int32Array, vocabulary: Vocabulary}[]} sequences
+ * @param {{columns: object, length: number, said: string[][]}} body
+ * @returns {{sequence?: number, position?: number, many: number}[]} per sequence its first match and their number; what
+ *     sequences share is only in the first. A match is a token, or an occurrence of the text. Without tokens, the text is
+ *     looked for in what was said.
+ */
+export function findAll(sequences, body, query) {
+  if (!body.length) {
+    const many = query.text ? body.said.reduce((all, [, , text]) => all + text.toLowerCase().split(query.text.toLowerCase()).length - 1, 0) : 0;
+    return many ? [{ many }] : [];
+  }
+  const seen = new Uint8Array(body.length);
+  const found = [];
+  sequences.forEach((sequence, at) => {
+    const { hits, starts } = find(sequence, body.columns, query);
+    const matches = query.test ? [...hits.keys()].filter((position) => hits[position]) : starts;
+    const own = matches.filter((position) => !seen[sequence.places[position]]);
+    for (const position of own) seen[sequence.places[position]] = 1;
+    if (own.length) found.push({ sequence: at, position: own[0], many: own.length });
+  });
+  return found;
+}
+
+/** The field, and the list of what it finds. */
+export class Finder {
+  /** @param {EpisodeView} view */
+  constructor(view) {
+    this.view = view;
+    this.starts = [];
+    this.input = h("input", { type: "search", placeholder: "Search all episodes: text, id:42", "aria-label": "Search the tokens of all episodes", spellcheck: "false", oninput: () => this.search(), onkeydown: (event) => this.key(event) });
+    this.told = h("output.matches", { "aria-live": "polite" });
+    this.element = h("span.finder", {}, this.input, h("span.help", {}, HELP));
+    this.results = h("div.viewport.results", { tabindex: "0", role: "group", "aria-label": "Matches", hidden: true });
+    this.list = new VirtualList(this.results, ROW_HEIGHT, (row) => this.link(this.found[row]));
+  }
+
+  key(event) {
+    if (event.key === "Escape") this.view.parts.strip.focus();
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    this.next(event.shiftKey ? -1 : 1);
+  }
+
+  /** Search all episodes; a newer search ends this one. */
+  async search() {
+    const { app } = this.view;
+    const { writers, versions, episodes } = app.index;
+    const query = this.input.value ? parseQuery(this.input.value, { ids: app.vocabulary.ids, writers, versions }) : null;
+    this.query = query;
+    this.found = [];
+    this.unit = query?.test ? ["token"] : ["match", "matches"];
+    this.done = false;
+    this.results.hidden = true;
+    this.mark();
+    let due = performance.now() + PAUSE;
+    for (let i = 0; query && i < episodes.length; i++) {
+      if (i % AT_ONCE === 0) await Promise.all(episodes.slice(i, i + AT_ONCE).map((_, k) => app.load(i + k)));
+      const body = await app.load(i);
+      if (performance.now() > due) {
+        this.show();
+        await new Promise((resume) => setTimeout(resume));
+        due = performance.now() + PAUSE;
+      }
+      if (this.query !== query) return;
+      const sequences = this.view.flows(body);
+      this.found.push(...findAll(sequences, body, query).map((found) => ({ episode: i, ...found, text: around(sequences[found.sequence], found.position) })));
+    }
+    this.done = true;
+    this.show();
+  }
+
+  /** List what is found. */
+  show() {
+    const { strip } = this.view;
+    this.tell();
+    this.results.hidden = !this.found.length;
+    this.results.style.height = `${Math.min(5, this.found.length) * ROW_HEIGHT + 2}px`;
+    this.list.reset(this.found.length);
+    if (this.at !== undefined) strip.list.reveal(strip.rowOf(strip.current)); // the list took some of its height
+  }
+
+  /** Mark what matches in the open sequence. */
+  mark() {
+    const { strip, flow, body, app } = this.view;
+    this.starts = [];
+    this.here = 0;
+    this.at = undefined; // the match of the open sequence that is shown
+    let marked = null;
+    if (this.query) {
+      const { hits, starts } = find({ ...flow, vocabulary: app.vocabulary }, body.columns, this.query);
+      marked = hits;
+      this.starts = starts;
+      this.here = this.query.test ? hits.reduce((all, hit) => all + hit, 0) : starts.length;
+      if (!body.length) this.here = findAll([], body, this.query)[0]?.many ?? 0;
+    }
+    if (marked || strip.hits) strip.mark(marked);
+    this.tell();
+  }
+
+  /** Say how much is found. */
+  tell() {
+    const { query, found, here, starts, unit, at } = this;
+    if (!query) return void (this.told.textContent = "");
+    const shown = at === undefined ? "" : ` (${query.test ? "stretch " : ""}${count(at + 1)} of ${count(starts.length)})`;
+    const own = `${here ? counted(here, ...unit) : "nothing"} in this ${this.view.body.length ? "sequence" : "episode"}${shown}`;
+    const total = found.reduce((all, { many }) => all + many, 0);
+    const episodes = new Set(found.map(({ episode }) => episode)).size;
+    const all = `${counted(total, ...unit)} in ${counted(episodes, "episode")}`;
+    if (!this.done) this.told.textContent = `${own}; ${all} so far…`;
+    else if (total) this.told.textContent = `${own}; ${all}`;
+    else this.told.textContent = `nothing found in any episode.${query.property ? ` "${query.property}" is not a property that is known here.` : ""} ${HELP}`;
+  }
+
+  link(match) {
+    return h(
+      "a.match",
+      { href: `#${addressOf(match)}` },
+      h("b", {}, this.view.app.index.episodes[match.episode].id),
+      h("span", {}, match.sequence ? `sequence ${match.sequence}` : ""),
+      h("span", {}, counted(match.many, ...this.unit)),
+      h("span.tokens", {}, match.text),
+    );
+  }
+
+  /** Go to the next match: in the open sequence, then in the next one with any. */
+  next(by) {
+    if (!this.query) return;
+    const { strip, number, sequence, app } = this.view;
+    const { starts, found } = this;
+    const here = strip.current;
+    let at = by > 0 ? starts.findIndex((start) => start > here) : starts.findLastIndex((start) => start < here);
+    if (at < 0 && found.length) {
+      const later = found.find((one) => one.episode > number || (one.episode === number && one.sequence > sequence));
+      const other = later ?? found[0];
+      if (by > 0 && (other.episode !== number || other.sequence !== sequence)) return app.go(addressOf(other));
+      at = by > 0 ? 0 : starts.length - 1;
+    }
+    if (at < 0) return;
+    this.at = at;
+    strip.choose(starts[at]);
+    this.tell();
+  }
+}
+
+/** The address of a place in an episode, without #. */
+export function addressOf({ episode, sequence, position }) {
+  return sequence === undefined ? `episode-${episode}` : `episode-${episode}-sequence-${sequence}-token-${position}`;
+}
+
+/** The tokens around a match. */
+function around(sequence, position) {
+  if (!sequence) return "";
+  const { tokens, vocabulary } = sequence;
+  return Array.from(tokens.slice(Math.max(0, position - 4), position + 12), (token) => vocabulary.entry(token).shown).join("");
 }
