@@ -108,4 +108,5 @@ def _cause(sequence: TokenSequence, start: int, stop: int) -> str:
 
 
 def _named(ids: Sequence[int], encoder: Encoder) -> list[tuple[int, str]]:
-    return [(token_id, encoder.decode([token_id])) for token_id in ids[:_LONGEST]]
+    pieces = encoder.pieces(ids[:_LONGEST])
+    return [(token_id, pieces[token_id].decode("utf-8", "surrogateescape")) for token_id in ids[:_LONGEST]]

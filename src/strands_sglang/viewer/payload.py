@@ -422,7 +422,7 @@ def _said(group: Group, turn: Turn) -> list[list[str]]:
         shown += [list(part[:4]) for part in parts]
         if not parts and group.vocabulary and ids:
             content = b"".join(group.vocabulary.get(token_id, b"") for token_id in ids)
-            shown.append([role, kind, content.decode("utf-8", "replace"), ""])
+            shown.append([role, kind, content.decode("utf-8", "surrogateescape"), ""])
     return shown
 
 

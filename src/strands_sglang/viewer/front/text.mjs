@@ -31,6 +31,16 @@ export function codePoint(code) {
   return "U+" + code.toString(16).toUpperCase().padStart(4, "0");
 }
 
+/** Return the name of a code point; of one that Python's surrogateescape made, the byte that is not UTF-8. */
+function named(code) {
+  const isByte = code >= 0xdc80 && code <= 0xdcff;
+  return `⟨${isByte ? hex(code - 0xdc00) : codePoint(code)}⟩`;
+}
+
+function hex(byte) {
+  return byte.toString(16).toUpperCase().padStart(2, "0");
+}
+
 /** Return text in which everything can be seen; runs of nine or more equal blanks are counted instead. */
 export function visible(text) {
   let shown = "";
@@ -39,7 +49,7 @@ export function visible(text) {
     const code = codes[i].codePointAt(0);
     let sign = NAMED.get(code);
     if (sign === undefined && code < 0x20) sign = String.fromCodePoint(0x2400 + code);
-    if (sign === undefined && isHidden(code)) sign = `⟨${codePoint(code)}⟩`;
+    if (sign === undefined && isHidden(code)) sign = named(code);
     if (sign === undefined) {
       shown += codes[i];
       continue;
@@ -65,7 +75,7 @@ export function harmless(text) {
   for (const character of text) {
     const code = character.codePointAt(0);
     if (code < 0x20 && code !== 0x0a && code !== 0x09) shown += String.fromCodePoint(0x2400 + code);
-    else if (isHidden(code) && code !== 0x200d) shown += `⟨${codePoint(code)}⟩`;
+    else if (isHidden(code) && code !== 0x200d) shown += named(code);
     else shown += character;
   }
   return shown;
@@ -126,7 +136,7 @@ export class Vocabulary {
       let shown;
       if (text === null || text === undefined) shown = `⟨${this.ids[index]}⟩`;
       else if (typeof text === "string") shown = text === "" ? "∅" : visible(text);
-      else shown = "⟨" + text.map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ") + "⟩";
+      else shown = "⟨" + text.map(hex).join(" ") + "⟩";
       known = { shown, width: columns(shown), ends: typeof text === "string" && text.includes("\n") };
       this.cache[index] = known;
     }
