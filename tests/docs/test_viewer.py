@@ -336,6 +336,51 @@ def test_conversations_read_as_people_write_them(files, open_page):
     assert other.locator(".card.image img").evaluate("image => image.naturalWidth") == 160
 
 
+def test_every_token_has_an_address(files, open_page):
+    page = open_page(files / "jars.html", "#episode-3")
+    page.locator(".strip").press("End")
+    end = page.locator(".t.current").get_attribute("data-at")
+    wait_until(page, f"location.hash === '#episode-3-sequence-0-token-{end}'")
+    life = page.locator(".life dl").inner_text()
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.locator(".life dl").inner_text() == life
+    page.get_by_label("Sequence", exact=True).select_option("1")
+    wait_until(page, "location.hash === '#episode-3-sequence-1'")
+    page.locator(".t.current").wait_for()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy link").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == page.url and "#episode-3-sequence-1-token-" in copied
+
+
+def test_the_card_tells_of_the_token_that_is_marked(files, open_page):
+    page = open_page(files / "jars.html", "#episode-3")
+    chosen = page.locator(".life dl").inner_text()
+    page.locator(".t", has_text="Seven").hover()
+    assert "Seven" in page.locator(".t.pointed").inner_text() and "Seven" in page.locator(".life").inner_text()
+    page.locator(".life").hover()
+    assert page.locator(".life dl").inner_text() == chosen
+    assert page.locator(".t.pointed").evaluate("token => token.classList.contains('current')")
+
+
+def test_the_reason_of_a_turn_is_shown_whole(files, open_page):
+    page = open_page(files / "jars.html", "#episode-3")
+    turn = page.locator("button.turn", has_text="Turn 3")
+    assert "message 2 (user) is not the recorded one (user) (compared with turn 2)" in turn.inner_text()
+    cut = (
+        "all => all.filter(one => one.scrollWidth > one.clientWidth || one.scrollHeight > one.clientHeight + 1).length"
+    )
+    for width in (1440, 700, 390):
+        page.set_viewport_size({"width": width, "height": 900})
+        wait_until(page, f"({cut})([...document.querySelectorAll('.tree .row, .tree .lines, .tree .why')]) === 0")
+    page.set_viewport_size({"width": 1440, "height": 900})
+    assert page.locator(".tree .agent").all_inner_texts() == ["Agent jars", "Agent checker", "Outside an agent's loop"]
+    page.get_by_text("What the words mean").click()
+    assert "a grammar chose among the tokens" in page.locator(".states").inner_text()
+
+
 def test_a_search_finds_what_is_in_other_episodes(files, open_page):
     page = open_page(files / "jars.html", "#episode-0")
     told = page.locator(".matches")

@@ -18,7 +18,7 @@ const { filtered, sorted } = await load("report");
 const { find, findAll, parseQuery } = await load("search");
 const { align } = await load("siblings");
 const { Vocabulary, columns, harmless, visible } = await load("text");
-const { treeRows } = await load("tree");
+const { marks, states, treeRows, why } = await load("tree");
 
 const random = (seed) => () => (seed = (seed * 1103515245 + 12345) % 2147483648) / 2147483648;
 
@@ -49,6 +49,7 @@ test("bytes of one character are shown as bytes and decoded together", () => {
   assert.equal(vocabulary.entry(0).shown, "⟨F0 9F⟩");
   assert.equal(vocabulary.decode([0, 1, 2], 0, 3), "😀!");
   assert.equal(new Vocabulary([5], [null]).entry(0).shown, "⟨5⟩");
+  assert.deepEqual([visible("a\udcd3"), harmless("a\udcd3")], ["a⟨D3⟩", "a⟨D3⟩"]);
 });
 
 test("rows hold each token once, in order, within the limits", () => {
@@ -166,7 +167,7 @@ test("an episode is searched in all its sequences, and what they share counts on
   assert.deepEqual(findAll([], said, { text: "apple" }), [{ many: 3 }]);
 });
 
-test("a query that names an unknown property is told apart from text", () => {
+test("a query that names an unknown property is not only text", () => {
   const parse = (query) => parseQuery(query, { ids: vocabulary.ids, ...page });
   assert.equal(parse("reward:1").property, "reward");
   assert.equal(parse("version:99").property, "version");
@@ -181,7 +182,7 @@ test("a biography says whether a token is trained, and why not", () => {
   assert.match(fate(page, { columns: { ...body.columns, times: Uint8Array.of(0, 0, 2) } }, 0, 2), /in 2 sequences/);
   const life = Object.fromEntries(facts(page, body, { vocabulary, sequence: 1, position: 5, place: 6, turn: 1 }));
   assert.match(life["Token"], /^30 /);
-  assert.match(life["Why there"], /forks after call 4/);
+  assert.equal(life["Turn"], "6 (forks, final): forks after turn 4");
   assert.equal(life["Weight version"], "12");
   assert.match(life["Logprob"], /^−2 .*0\.135/);
 });
@@ -190,15 +191,30 @@ test("turns are a tree, agents apart, with forks indented", () => {
   const turn = (parent, agent) => ({ parent, agent });
   const rows = treeRows([turn(null, "a"), turn(0, "a"), turn(null, "b"), turn(0, "a"), turn(1, "a")]);
   assert.deepEqual(rows, [
-    { agent: "a" },
+    { agent: "a", name: "Agent a" },
     { turn: 0, depth: 0 },
     { turn: 1, depth: 1 },
     { turn: 4, depth: 1 },
     { turn: 3, depth: 1 },
-    { agent: "b" },
+    { agent: "b", name: "Agent b" },
     { turn: 2, depth: 0 },
   ]);
   assert.deepEqual(treeRows([]), []);
+  const names = treeRows([turn(null, "7".repeat(32)), turn(null, "8".repeat(32)), turn(null, null)]).map((row) => row.name);
+  assert.deepEqual(names.filter(Boolean), ["Agent 1", "Agent 2", "Outside an agent's loop"]);
+});
+
+test("the words of a turn are those of the page, and each is explained", () => {
+  assert.equal(why({ reason: "extends call 0 with 1 new message(s)" }), "extends turn 0 with 1 new message");
+  assert.equal(why({ reason: "forks after call 12: it calls (compared with call 3)" }), "forks after turn 12: it calls (compared with turn 3)");
+  assert.equal(why({ reason: "" }), "no reason recorded");
+  const turn = { branching: "opens", status: "final", clamped: true, finish: "stop", resumed: true };
+  assert.deepEqual(marks(turn), ["opens", "final", "resumed"]);
+  assert.deepEqual(marks({ ...turn, finish: "length" }), ["opens", "final", "resumed", "context full"]);
+  for (const status of ["asked", "answered", "committed", "final", "discarded", "cut", "failed"]) {
+    const every = { branching: "forks", status, auxiliary: true, resumed: true, constrained: true, clamped: true, finish: "length", waits: true };
+    assert.deepEqual(new Set(states([every]).map(([word]) => word.replace(/^\W /, ""))), new Set(marks(every)));
+  }
 });
 
 test("addresses lead to places", () => {

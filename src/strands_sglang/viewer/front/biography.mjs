@@ -2,7 +2,7 @@
 
 import { count, h, number } from "./dom.mjs";
 import { codePoint } from "./text.mjs";
-import { marks } from "./tree.mjs";
+import { marks, why } from "./tree.mjs";
 
 const WRITERS = {
   prompt: "a part of the prompt",
@@ -29,12 +29,12 @@ export function facts(page, episode, { vocabulary, sequence, position, place, tu
   const pairs = [];
   const add = (name, text) => pairs.push([name, text]);
   const own = vocabulary.plain(entry);
-  add("Token", `${vocabulary.ids[entry]}  ${vocabulary.entry(entry).shown}`);
+  const shown = vocabulary.entry(entry).shown;
+  add("Token", `${vocabulary.ids[entry]}  ${shown}`);
   add("Trained", fate(page, episode, sequence, place));
   add("Position", position === place ? count(position) : `${count(position)} (${count(place)} in the episode)`);
   if (c.writer) add("Written by", WRITERS[page.writers[c.writer[place]]] ?? page.writers[c.writer[place]]);
-  add("Turn", `${turn.number}: ${marks(turn).join(", ")}`);
-  add("Why there", turn.reason || "no reason recorded");
+  add("Turn", `${turn.number} (${marks(turn).join(", ")}): ${why(turn)}`);
   if (c.version) add("Weight version", c.version[place] ? page.versions[c.version[place] - 1] : "–");
   add("Logprob", Number.isNaN(value("logprob")) ? "–" : `${number(value("logprob"))}  (probability ${number(Math.exp(value("logprob")), 3)})`);
   if (c.trainer_logprob) {
@@ -46,7 +46,7 @@ export function facts(page, episode, { vocabulary, sequence, position, place, tu
   if (c.advantage) add("Advantage", number(value("advantage")));
   if (c.weight) add("Weight", `${number(value("weight"))}  (product ${number(value("weight") * value("advantage"), 3)})`);
   if (c.drift) add("Drift", c.drift[place] ? "encoding the text again gives other ids here" : "none");
-  add("Characters", own ? [...own].slice(0, 8).map((character) => codePoint(character.codePointAt(0))).join(" ") : "no text: view with --tokenizer");
+  if (/[^ -~]/.test(own)) add("Characters", [...own].slice(0, 8).map((character) => codePoint(character.codePointAt(0))).join(" "));
   if (episode.experts) {
     const rows = episode.experts(place);
     if (rows) add("Experts", rows);

@@ -1,6 +1,6 @@
 // The conversation next to the tokens: messages, tool calls and results as they were said, or rendered; images.
 
-import { count, h } from "./dom.mjs";
+import { counted, h } from "./dom.mjs";
 import { markdown } from "./markdown.mjs";
 import { harmless } from "./text.mjs";
 
@@ -77,9 +77,9 @@ export class Conversation {
     const shown = [...made.keys()].sort((a, b) => a - b).map((k) => made.get(k));
     const more = (k, label) => h("button.more", { type: "button", onclick: () => this.choose(this.turns[k].turn) }, label);
     this.viewport.replaceChildren(
-      ...(first > 0 ? [more(first - 1, `↑ ${count(first)} earlier turns`)] : []),
+      ...(first > 0 ? [more(first - 1, `↑ ${counted(first, "earlier turn")}`)] : []),
       ...shown,
-      ...(last < this.turns.length - 1 ? [more(last + 1, `↓ ${count(this.turns.length - 1 - last)} later turns`)] : []),
+      ...(last < this.turns.length - 1 ? [more(last + 1, `↓ ${counted(this.turns.length - 1 - last, "later turn")}`)] : []),
     );
   }
 
@@ -129,7 +129,7 @@ export function card([role, kind, text, name], picture, rendered) {
   const own = rendered && role === "assistant" && text.length <= LONGEST ? markdown(text) : null;
   const body = own ? [own] : plain(text);
   if (kind === "reasoning") {
-    const summary = h("summary", {}, `reasoning · ${count(text.length)} characters`);
+    const summary = h("summary", {}, `reasoning · ${counted(text.length, "character")}`);
     return h("details.card.reasoning", { open: text.length < 1200 }, summary, ...body);
   }
   return h(`article.card.text.from-${role}`, {}, h("header", {}, role), ...body);
@@ -144,7 +144,7 @@ function plain(text) {
     event.target.remove();
     shown.textContent = harmless(text);
   };
-  return [shown, h("button.more", { type: "button", onclick: all }, `${count(text.length - LONGEST)} more characters`)];
+  return [shown, h("button.more", { type: "button", onclick: all }, counted(text.length - LONGEST, "more character"))];
 }
 
 /** JSON with line breaks, if nothing but white space changes. */

@@ -3,10 +3,10 @@
 import { biography, facts, fate } from "./biography.mjs";
 import { PROPERTIES, available, legend } from "./colors.mjs";
 import { Conversation } from "./conversation.mjs";
-import { count, h, number } from "./dom.mjs";
-import { Finder } from "./search.mjs";
+import { count, counted, h, number } from "./dom.mjs";
+import { Finder, addressOf } from "./search.mjs";
 import { Strip } from "./strip.mjs";
-import { marks, treeRow, treeRows } from "./tree.mjs";
+import { marks, states, treeRow, treeRows, why } from "./tree.mjs";
 import { VirtualList } from "./virtual.mjs";
 
 /** The tokens of a sequence, from the store of an episode, in which each token stands once. */
@@ -48,13 +48,20 @@ export class EpisodeView {
     this.color = "writer";
     this.finder = new Finder(this);
     this.element = this.build();
-    this.tree = new VirtualList(this.parts.tree, 66, (row) =>
+    this.tree = new VirtualList(this.parts.tree, 0, (row) =>
       treeRow(this.treeRows[row], this.body.turns, {
         current: this.turn,
         found: this.found.get(this.body.turns[this.treeRows[row].turn]?.number),
         choose: (turn) => this.openTurn(turn),
       }),
     );
+    let width = 0;
+    new ResizeObserver(() => {
+      if (this.body && this.parts.tree.clientWidth !== width) {
+        width = this.parts.tree.clientWidth;
+        this.tree.fit(this.treeRows.length);
+      }
+    }).observe(this.parts.tree);
     this.strip = new Strip(this.parts.strip, {
       point: (position) => this.describe(position),
       choose: (position) => this.choose(position),
@@ -69,7 +76,8 @@ export class EpisodeView {
       facts: h("p.facts"),
       found: h("div.found"),
       tree: h("div.viewport.tree", { tabindex: "0", role: "group", "aria-label": "Turns" }),
-      sequence: h("select", { "aria-label": "Sequence", onchange: (event) => this.showSequence(Number(event.target.value)) }),
+      states: h("details.states"),
+      sequence: h("select", { "aria-label": "Sequence", onchange: (event) => this.app.go(`episode-${this.number}-sequence-${event.target.value}`) }),
       color: h("select", { "aria-label": "Color by", onchange: (event) => this.recolor(event.target.value) }),
       legend: h("div.legends"),
       rendered: h("button.render", { type: "button", "aria-pressed": "false", onclick: () => this.toggleRendered(), title: "Read what the model wrote as Markdown, and indent JSON (r)" }, "Render"),
@@ -81,7 +89,7 @@ export class EpisodeView {
     return h(
       "section.episode",
       { "aria-label": "Episode" },
-      h("aside.side", { "aria-label": "Turns of the episode" }, h("div.choose", {}, parts.episode), parts.facts, parts.found, parts.tree),
+      h("aside.side", { "aria-label": "Turns of the episode" }, h("div.choose", {}, parts.episode), parts.facts, parts.found, parts.tree, parts.states),
       h(
         "div.work",
         {},
@@ -119,12 +127,14 @@ export class EpisodeView {
     const wanted = place.sequence ?? (this.sequence !== undefined && this.shown === number_ ? this.sequence : 0);
     this.showSequence(wanted < this.body.sequences.length ? wanted : 0);
     this.shown = number_;
+    this.opening = true; // at an address, which stays
     if (place.turn !== undefined && place.token === undefined) this.openTurn(place.turn);
     else if (place.token !== undefined) this.openToken(place.token, place.count);
     else if (this.strip.current < 0 && this.flow.tokens.length) {
       const [first] = this.flow.bounds;
       this.strip.choose(first.sampled < first.stop ? first.sampled : 0, false);
     }
+    this.opening = false;
   }
 
   fill() {
@@ -136,8 +146,8 @@ export class EpisodeView {
       head.outcome,
       `reward ${number(head.reward, 3)}`,
       head.advantage === null ? null : `advantage ${number(head.advantage, 3)}`,
-      `${count(head.turns)} turns`,
-      `${count(head.tokens)} tokens`,
+      counted(head.turns, "turn"),
+      counted(head.tokens, "token"),
       `${count(head.trained)} trained`,
       head.note,
     ];
@@ -145,7 +155,7 @@ export class EpisodeView {
     const own = index.findings.map((finding, i) => [finding, i]).filter(([finding]) => finding.episode === this.number);
     parts.found.replaceChildren(
       ...own.slice(0, 4).map(([finding, i]) => h("a.finding", { href: `#finding-${i + 1}`, title: finding.why }, h("b", {}, finding.title), " ", finding.where)),
-      ...(own.length > 4 ? [h("a.finding", { href: "#overview" }, `${count(own.length - 4)} more findings`)] : []),
+      ...(own.length > 4 ? [h("a.finding", { href: "#overview" }, counted(own.length - 4, "more finding"))] : []),
     );
     parts.sequence.replaceChildren(
       ...body.sequences.map((sequence, i) => h("option", { value: i }, sequence.name)),
@@ -157,7 +167,8 @@ export class EpisodeView {
     this.treeRows = treeRows(body.turns);
     this.turn = -1;
     this.sequence = undefined;
-    this.tree.reset(this.treeRows.length);
+    this.tree.fit(this.treeRows.length);
+    parts.states.replaceChildren(h("summary", {}, "What the words mean"), biography(states(body.turns)));
   }
 
   showSequence(at) {
@@ -206,11 +217,11 @@ export class EpisodeView {
         make: () =>
           h(`div.heading.${kind}`, { title: words }, h("b", {}, `Turn ${turn.number}`), kind === "prompt" ? " prompt · " : " answer · ", words),
       });
-    if (sampled > start) head(start, "prompt", `${count(sampled - start)} tokens · ${turn.reason || marks(turn).join(", ")}`);
+    if (sampled > start) head(start, "prompt", `${counted(sampled - start, "token")} · ${why(turn)}`);
     if (stop > sampled) {
       const whole = turn.sampled[1] - turn.sampled[0];
-      const of = stop - sampled < whole ? ` of ${count(whole)}` : "";
-      head(sampled, "answer", [`${count(stop - sampled)}${of} tokens`, turn.finish, ...marks(turn).slice(1)].filter(Boolean).join(" · "));
+      const size = stop - sampled < whole ? `${count(stop - sampled)} of ${counted(whole, "token")}` : counted(whole, "token");
+      head(sampled, "answer", [size, turn.finish, ...marks(turn).slice(1)].filter(Boolean).join(" · "));
     }
     return made;
   }
@@ -284,11 +295,30 @@ export class EpisodeView {
 
   choose(position) {
     this.follow(position);
+    if (!this.opening) this.readdress();
     this.describe(position);
     const place = this.flow.places[position];
     const { vocabulary } = this.app;
     const entry = this.body.columns.token[place];
     this.app.tell(`${vocabulary.entry(entry).shown}, id ${vocabulary.ids[entry]}, trained: ${fate(this.app.index, this.body, this.sequence, place)}`);
+  }
+
+  /** The address of the chosen token. */
+  get address() {
+    return `#${addressOf({ episode: this.number, sequence: this.sequence, position: this.strip.current })}`;
+  }
+
+  /** Let the address of the page follow the chosen token, once it stays: browsers allow few changes per second. */
+  readdress() {
+    const before = location.hash;
+    clearTimeout(this.waiting);
+    this.waiting = setTimeout(() => location.hash === before && history.replaceState(null, "", this.address), 200);
+  }
+
+  async copyLink(button) {
+    history.replaceState(null, "", this.address);
+    const copied = navigator.clipboard?.writeText(location.href) ?? Promise.reject();
+    button.textContent = await copied.then(() => "Copied", () => "The link is in the address bar");
   }
 
   describe(position) {
@@ -300,7 +330,8 @@ export class EpisodeView {
       place: this.flow.places[position],
       turn: stepAt(this.flow.bounds, position).turn,
     };
-    this.parts.life.replaceChildren(biography(facts(index, this.body, token)));
+    const copy = h("button.copy", { type: "button", onclick: (event) => this.copyLink(event.target) }, "Copy link");
+    this.parts.life.replaceChildren(copy, biography(facts(index, this.body, token)));
   }
 
   seen(position) {

@@ -44,8 +44,9 @@ export class Strip {
     };
     viewport.addEventListener("pointerover", (event) => {
       const at = event.target.dataset?.at;
-      if (at !== undefined && event.pointerType === "mouse") told.point(Number(at));
+      if (at !== undefined && event.pointerType === "mouse") this.point(Number(at));
     });
+    viewport.addEventListener("pointerleave", () => this.current >= 0 && this.point(this.current));
     viewport.addEventListener("click", (event) => {
       const at = event.target.dataset?.at;
       if (at !== undefined) this.choose(Number(at), false);
@@ -132,6 +133,13 @@ export class Strip {
     const now = this.viewport.querySelector(`[data-at="${position}"]`);
     if (now) now.classList.add("current");
     this.told.choose(position);
+  }
+
+  /** Tell of a token that is not chosen, and mark it. */
+  point(position) {
+    this.viewport.querySelector(".t.pointed")?.classList.remove("pointed");
+    this.viewport.querySelector(`[data-at="${position}"]`)?.classList.add("pointed");
+    this.told.point(position);
   }
 
   rowOf(position) {

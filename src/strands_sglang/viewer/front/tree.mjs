@@ -1,6 +1,8 @@
 // The turns of an episode as a tree: agents apart, forks indented, a turn that extends the one above not.
 
-import { count, h, seconds } from "./dom.mjs";
+import { count, counted, h, seconds } from "./dom.mjs";
+
+const ID = /^[0-9a-f-]{32,36}$/;
 
 /** Signs of what a turn is; each comes with its word. */
 export const SIGNS = {
@@ -14,17 +16,49 @@ export const SIGNS = {
   resumed: "↻",
 };
 
+/** What the words of a turn mean. */
+export const STATES = {
+  opens: "begins with a prompt of its own: nothing recorded is continued",
+  extends: "continues an earlier turn, whose tokens it keeps",
+  forks: "continues an earlier turn that another one continues too, so it is in a sequence of its own",
+  auxiliary: "a call next to the agent's work, such as a summary; it is not trained",
+  asked: "the request is under way",
+  answered: "the answer is recorded, and no later turn continues it",
+  committed: "a later turn continues the answer",
+  final: "the agent's messages end with this answer",
+  discarded: "the agent threw the answer away; it is not trained",
+  cut: "the request was aborted, or the answer could not be parsed",
+  failed: "no answer came",
+  resumed: "the answer was sampled in parts, because the server paused or was interrupted",
+  constrained: "a grammar chose among the tokens, so it is not trained",
+  "context full": "the end of the context cut the answer off",
+  "waits to resume": "the answer is not complete yet",
+};
+
 /** The words for what a turn is, the most telling first. */
 export function marks(turn) {
   const words = [turn.branching];
   if (turn.auxiliary) words.push("auxiliary");
-  if (["discarded", "cut", "failed"].includes(turn.status)) words.push(turn.status);
-  else if (turn.status) words.push(turn.status);
+  if (turn.status) words.push(turn.status);
   if (turn.resumed) words.push("resumed");
   if (turn.constrained) words.push("constrained");
-  if (turn.clamped) words.push("clamped");
+  if (turn.clamped && turn.finish === "length") words.push("context full");
   if (turn.waits) words.push("waits to resume");
   return words;
+}
+
+/** Why a turn extends, forks or opens a sequence, in the words of the page. */
+export function why(turn) {
+  return (turn.reason || "no reason recorded")
+    .replace(/\bcall (?=\d)/g, "turn ")
+    .replace(/(\d+) new message\(s\)/, (_, many) => counted(Number(many), "new message"));
+}
+
+/** The words of the turns of an episode, with their signs and what they mean. */
+export function states(turns) {
+  const used = new Set(turns.flatMap(marks));
+  const known = Object.entries(STATES).filter(([word]) => used.has(word));
+  return known.map(([word, meaning]) => [[SIGNS[word], word].filter(Boolean).join(" "), meaning]);
 }
 
 /** The sign of a turn. */
@@ -38,7 +72,8 @@ export function sign(turn) {
 /**
  * Order turns for display: by agent, in the order of their first calls, then each tree depth first.
  *
- * @returns {({agent: string}|{turn: number, depth: number})[]} `turn` is a position in `turns`
+ * @returns {({agent: string, name: string}|{turn: number, depth: number})[]} `turn` is a position in `turns`; an agent
+ *     whose id is no name is called by its number
  */
 export function treeRows(turns) {
   const children = turns.map(() => []);
@@ -52,8 +87,9 @@ export function treeRows(turns) {
     }
   });
   const rows = [];
-  for (const [agent, own] of roots) {
-    if (agent || roots.size > 1) rows.push({ agent: agent || "outside an agent's loop" });
+  for (const [at, [agent, own]] of [...roots].entries()) {
+    if (!agent) rows.push({ agent, name: "Outside an agent's loop" });
+    else rows.push({ agent, name: /^[0-9a-f-]{32,36}$/.test(agent) ? `Agent ${at + 1}` : `Agent ${agent}` });
     const open = own.map((turn) => ({ turn, depth: 0 })).reverse();
     while (open.length) {
       const { turn, depth } = open.pop();
@@ -67,25 +103,25 @@ export function treeRows(turns) {
 
 /** One row of the tree. */
 export function treeRow(row, turns, { current, found, choose }) {
-  if (row.agent !== undefined) {
-    return h("div.agent", {}, "Agent ", h("b", {}, row.agent));
-  }
+  if (row.agent !== undefined) return h("div.agent", { title: row.agent }, row.name);
   const turn = turns[row.turn];
-  const figures = [`${count(turn.prompt[1] - turn.prompt[0])} + ${count(turn.sampled[1] - turn.sampled[0])} tok`];
+  const figures = [`${count(turn.prompt[1] - turn.prompt[0])} + ${counted(turn.sampled[1] - turn.sampled[0], "token")}`];
   if (turn.seconds !== null && turn.seconds !== undefined) figures.push(seconds(turn.seconds));
   if (turn.cached !== null && turn.cached !== undefined && turn.asked) {
-    figures.push(`cache ${Math.round((100 * turn.cached) / turn.asked)} %`);
+    figures.push(`cache ${Math.round((100 * turn.cached) / turn.asked)}%`);
   }
   if (turn.reward !== null && turn.reward !== undefined) figures.push(`reward ${turn.reward}`);
+  const isChosen = row.turn === current;
+  const words = marks(turn).filter((word) => !why(turn).startsWith(word));
   const button = h(
-    `button.turn.${turn.status || "known"}${row.turn === current ? ".chosen" : ""}`,
-    { type: "button", onclick: () => choose(row.turn), title: turn.reason, "aria-current": row.turn === current ? "true" : null, tabindex: row.turn === current ? 0 : -1 },
+    `button.turn.${turn.status || "known"}${isChosen ? ".chosen" : ""}`,
+    { type: "button", onclick: () => choose(row.turn), "aria-current": isChosen ? "true" : null, tabindex: isChosen ? 0 : -1 },
     h("span.sign", { "aria-hidden": "true" }, sign(turn)),
     h(
       "span.lines",
       {},
-      h("span.what", {}, h("b", {}, `Turn ${turn.number}`), " ", marks(turn).join(" · "), found ? h("span.alarm", {}, ` ⚑ ${found}`) : null),
-      h("span.why", {}, [turn.reason, turn.note, turn.failure].filter(Boolean).join(" — ") || "no reason recorded"),
+      h("span", {}, [h("b", {}, `Turn ${turn.number}`), ...words].flatMap((word, i) => (i ? [" · ", word] : [word])), found ? h("span.alarm", {}, ` ⚑ ${found}`) : null),
+      h("span.why", {}, [why(turn), turn.note, turn.failure].filter(Boolean).join(" — ")),
       h("span.figures", {}, figures.join(" · ")),
     ),
   );
