@@ -336,6 +336,19 @@ def test_conversations_read_as_people_write_them(files, open_page):
     assert other.locator(".card.image img").evaluate("image => image.naturalWidth") == 160
 
 
+def test_what_siblings_have_in_common_is_folded(files, open_page):
+    page = open_page(files / "jars.html", "#siblings-0")
+    tokens = page.locator(".aligned")
+    assert "One·lorry" not in tokens.inner_text() and tokens.locator(".difference").is_visible()
+    [common] = [line for line in page.locator(".caption").all_inner_texts() if "tokens are equal" in line]
+    count = common.split("first ")[1].split()[0]
+    fold = page.get_by_role("button", name=f"{count} common tokens")
+    fold.click()
+    assert fold.get_attribute("aria-expanded") == "true" and "<|im_start|>system" in tokens.inner_text()
+    fold.click()
+    assert "<|im_start|>system" not in tokens.inner_text()
+
+
 def test_every_token_has_an_address(files, open_page):
     page = open_page(files / "jars.html", "#episode-3")
     page.locator(".strip").press("End")

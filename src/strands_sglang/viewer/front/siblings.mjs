@@ -1,6 +1,6 @@
 // The episodes of one prompt side by side, aligned at their first difference.
 
-import { count, h, number } from "./dom.mjs";
+import { count, counted, h, number } from "./dom.mjs";
 import { firstDifference, layOut } from "./layout.mjs";
 import { columnWidth } from "./strip.mjs";
 import { VirtualList } from "./virtual.mjs";
@@ -56,9 +56,16 @@ export class Siblings {
   /** @param lanes `[{name, reward, advantage, outcome, tokens, places, vocabulary, classOf, open}]` */
   show(lanes) {
     this.lanes = lanes;
+    this.folded = true;
     this.viewport.scrollTop = 0;
     this.layOut();
-    this.list.reveal(this.aligned.first, 0.3, true);
+  }
+
+  /** Show the tokens that all have in common, or only the last row of them. */
+  fold() {
+    this.folded = !this.folded;
+    this.layOut();
+    this.viewport.querySelector(".fold button").focus();
   }
 
   layOut() {
@@ -82,10 +89,19 @@ export class Siblings {
         ),
       ),
     );
-    this.list.reset(this.aligned.count);
+    const { at, first, count: rows } = this.aligned;
+    const isFoldable = first > 1 && rows > first;
+    this.before = isFoldable ? (this.folded ? 2 - first : 1) : 0; // rows of the list before those of the tokens
+    this.list.reset(rows + this.before);
+    this.label = isFoldable ? `${counted(at, "common token")} ${this.folded ? "▸" : "▾"}` : null;
   }
 
-  renderRow(row) {
+  renderRow(at) {
+    if (this.label && at === 0) {
+      const button = { type: "button", "aria-expanded": String(!this.folded), onclick: () => this.fold() };
+      return h("div.fold", {}, h("button", button, this.label));
+    }
+    const row = at - this.before;
     const line = h(`div.lanes${row === this.aligned.first ? ".difference" : ""}`);
     this.lanes.forEach((lane, k) => {
       const cell = document.createElement("div");
