@@ -486,6 +486,14 @@ def test_a_phone_shows_the_token_of_a_finding_and_its_card(files, open_page):
     assert strip["y"] <= token["y"] and strip["y"] + strip["height"] <= card["y"] < 844 - 100
 
 
+def test_a_phone_shows_the_tokens_first_and_the_turns_on_demand(files, open_page):
+    page = open_page(files / "jars.html", "#episode-3", size=(390, 844))
+    assert page.locator(".tree").is_hidden() and page.locator(".strip").bounding_box()["y"] < 0.52 * 844
+    page.get_by_role("button", name="6 turns").click()
+    page.locator("button.turn", has_text="Turn 3").click()
+    assert page.get_by_label("Sequence", exact=True).input_value() == "1"
+
+
 def test_light_and_dark_follow_the_system_and_the_button(files, open_page):
     colors = {}
     for scheme in ("light", "dark"):

@@ -75,6 +75,7 @@ export class EpisodeView {
       episode: h("select", { "aria-label": "Episode", onchange: (event) => this.app.go(`episode-${event.target.value}`) }),
       facts: h("p.facts"),
       found: h("div.found"),
+      turns: h("button.turns", { type: "button", "aria-expanded": "false", onclick: () => this.foldTurns() }),
       tree: h("div.viewport.tree", { tabindex: "0", role: "group", "aria-label": "Turns" }),
       states: h("details.states"),
       sequence: h("select", { "aria-label": "Sequence", onchange: (event) => this.app.go(`episode-${this.number}-sequence-${event.target.value}`) }),
@@ -89,7 +90,7 @@ export class EpisodeView {
     return h(
       "section.episode",
       { "aria-label": "Episode" },
-      h("aside.side", { "aria-label": "Turns of the episode" }, h("div.choose", {}, parts.episode), parts.facts, parts.found, parts.tree, parts.states),
+      h("aside.side", { "aria-label": "Turns of the episode" }, h("div.choose", {}, parts.episode), parts.facts, parts.found, parts.turns, parts.tree, parts.states),
       h(
         "div.work",
         {},
@@ -168,6 +169,7 @@ export class EpisodeView {
     this.turn = -1;
     this.sequence = undefined;
     this.tree.fit(this.treeRows.length);
+    parts.turns.textContent = counted(body.turns.length, "turn");
     parts.states.replaceChildren(h("summary", {}, "What the words mean"), biography(states(body.turns)));
   }
 
@@ -250,6 +252,14 @@ export class EpisodeView {
     const colors = available(this.body.columns);
     this.recolor(colors[(colors.indexOf(this.color) + 1) % colors.length]);
     this.app.tell(`Colored by ${PROPERTIES[this.color].label}`);
+  }
+
+  /** Show or hide the turns, where the screen is small. */
+  foldTurns() {
+    const { turns } = this.parts;
+    const isOpen = turns.getAttribute("aria-expanded") === "true";
+    turns.setAttribute("aria-expanded", String(!isOpen));
+    if (!isOpen) this.tree.reveal(this.treeRows.findIndex((entry) => entry.turn === this.turn));
   }
 
   toggleRendered() {
