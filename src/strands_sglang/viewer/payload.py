@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..inspection.doctor import KINDS
 from ..inspection.records import Finding, Group, Inspected, Step, Writer, halves, steps_to
 from ..inspection.texts import writers_of
 from ..messages.content import Picture
@@ -330,7 +331,7 @@ class _Finder:
         is_placed = finding.episode is not None or finding.group is not None
         return {
             "title": finding.kind.replace("_", " ").replace("-", " "),
-            "why": finding.why,
+            "why": f"{KINDS[finding.kind]}: {finding.why}" if finding.kind in KINDS else finding.why,
             "where": finding.where.removeprefix(f"{finding.file}, ") if is_placed else finding.file,
             "group": None if finding.group is None else self._groups.get((finding.file, finding.group)),
             "episode": number,

@@ -138,6 +138,10 @@ def test_a_finding_leads_to_its_token():
     assert (d["episode"], d["token"]) == (3, None)
     assert (e["episode"], e["group"]) == (None, 0)
     assert (f["episode"], f["group"]) == (None, None)
+    page = Page(render([group], [Finding("mask-not-sampled", "it is part of a prompt", group.file)]))
+    assert (
+        page.index["findings"][0]["why"] == "a token is trained that the model did not sample: it is part of a prompt"
+    )
 
 
 def test_every_trainer_reduces_to_the_exact_credit(jars):

@@ -254,7 +254,8 @@ def _mask(sequence: TokenSequence, wanted: Any) -> Iterator[Facts]:
         }
         told = " and ".join(word for word, holds in excluded.items() if holds)
         if not is_sampled[position]:
-            yield {"kind": "mask-not-sampled", "why": "it is part of a prompt, which the model did not sample", **at}
+            why = "it is part of a prompt, which the model did not sample, so its mask should be 0"
+            yield {"kind": "mask-not-sampled", "why": why, **at}
         elif told:
             yield {"kind": "mask-off-policy", "why": f"its answer is {told}", **at}
         else:
