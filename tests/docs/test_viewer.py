@@ -382,6 +382,9 @@ def test_the_reason_of_a_turn_is_shown_whole(files, open_page):
     page = open_page(files / "jars.html", "#episode-3")
     turn = page.locator("button.turn", has_text="Turn 3")
     assert "message 2 (user) is not the recorded one (user) (compared with turn 2)" in turn.inner_text()
+    turn.click()
+    page.get_by_text("Compare what was recorded with what was sent").click()
+    assert page.locator(".differs pre").all_inner_texts() == ["1728", "1728 jars on one lorry"]
     cut = (
         "all => all.filter(one => one.scrollWidth > one.clientWidth || one.scrollHeight > one.clientHeight + 1).length"
     )

@@ -18,7 +18,7 @@ const { filtered, sorted } = await load("report");
 const { find, findAll, parseQuery } = await load("search");
 const { align } = await load("siblings");
 const { Vocabulary, columns, harmless, visible } = await load("text");
-const { marks, states, treeRows, why } = await load("tree");
+const { difference, marks, states, treeRows, why } = await load("tree");
 
 const random = (seed) => () => (seed = (seed * 1103515245 + 12345) % 2147483648) / 2147483648;
 
@@ -179,6 +179,7 @@ test("a biography says whether a token is trained, and why not", () => {
   assert.equal(fate(page, body, 1, 2), "in sequence 0, so not again here");
   assert.equal(fate(page, body, 0, 0), "no: the model did not sample it");
   assert.equal(fate(page, body, 0, 4), "no: its loss mask is 0");
+  assert.match(fate(page, { columns: { ...body.columns, trains: body.columns.trains.with(0, 1) } }, 0, 0), /although the model did not sample it/);
   assert.match(fate(page, { columns: { ...body.columns, times: Uint8Array.of(0, 0, 2) } }, 0, 2), /in 2 sequences/);
   const life = Object.fromEntries(facts(page, body, { vocabulary, sequence: 1, position: 5, place: 6, turn: 1 }));
   assert.match(life["Token"], /^30 /);
@@ -215,6 +216,24 @@ test("the words of a turn are those of the page, and each is explained", () => {
     const every = { branching: "forks", status, auxiliary: true, resumed: true, constrained: true, clamped: true, finish: "length", waits: true };
     assert.deepEqual(new Set(states([every]).map(([word]) => word.replace(/^\W /, ""))), new Set(marks(every)));
   }
+});
+
+test("what was sent is compared with what was recorded", () => {
+  const said = (...texts) => texts.map((text) => [text.startsWith("a") ? "assistant" : "user", "text", text, ""]);
+  const turns = [
+    { number: 0, parent: null, reason: "opens the first sequence", said: said("q", "a1") },
+    { number: 1, parent: 0, reason: "extends call 0 with 1 new message(s)", said: said("r", "a2") },
+    { number: 2, parent: 0, reason: "forks after call 0: message 2 (user) is not the recorded one (compared with call 1)", said: said("s", "a3") },
+    { number: 3, parent: null, reason: "opens a sequence: the tools changed (compared with call 1)", said: said("q", "a1", "r", "a9") },
+    { number: 4, parent: null, reason: "opens a sequence: it continues after message 3 (compared with call 1)", said: said("q", "a1", "r", "a2", "t", "a4") },
+  ];
+  assert.deepEqual(turns.map((_, at) => difference(turns, at)), [
+    null,
+    null,
+    { other: 1, recorded: said("r")[0], sent: said("s")[0] },
+    null,
+    { other: 1, recorded: undefined, sent: said("t")[0] },
+  ]);
 });
 
 test("addresses lead to places", () => {

@@ -60,6 +60,7 @@ export function fate(page, episode, sequence, place) {
   const trains = c.trains ? c.trains[place] : 0;
   const times = c.times ? c.times[place] : trains ? 1 : 0;
   if (times > 1) return `in ${times} sequences: a token should train once`;
+  if (trains && !c.sampled[place]) return "yes, although the model did not sample it";
   if (trains === sequence + 1) return "yes, in this sequence";
   if (trains) return `in sequence ${trains - 1}, so not again here`;
   return `no: ${page.whys[c.why[place]]}`;

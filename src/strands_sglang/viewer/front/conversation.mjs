@@ -83,9 +83,10 @@ export class Conversation {
     );
   }
 
-  section({ turn, number, said, images }) {
+  section({ turn, number, said, images, differs }) {
     const section = h("section.messages", { "data-turn": turn, "aria-label": number === null ? "Episode" : `Turn ${number}`, onclick: () => this.choose(turn) });
     if (number !== null) section.append(h("p.turn-name", {}, `Turn ${number}`));
+    if (differs) section.append(comparison(number, differs));
     let pictures = [...(images ?? [])];
     const answer = said.findLastIndex(([role]) => role !== "assistant") + 1;
     for (const [i, part] of said.entries()) {
@@ -108,6 +109,28 @@ function nodes(element) {
   const walker = document.createTreeWalker(element, NodeFilter.SHOW_ALL);
   while (walker.nextNode()) total++;
   return total;
+}
+
+/** Two parts from where they differ. */
+function comparison(number, { other, recorded, sent }) {
+  const texts = [recorded?.[2] ?? "", sent[2]];
+  let same = 0;
+  while (same < texts[0].length && texts[0][same] === texts[1][same]) same++;
+  const from = Math.max(0, same - 60);
+  const excerpt = (part) => {
+    if (!part) return h("p.empty", {}, "nothing");
+    const [role, kind, text, name] = part;
+    return card([role, kind, (from ? "…" : "") + text.slice(from, same + 400), name], null, false);
+  };
+  return h(
+    "details.differs",
+    { onclick: (event) => event.stopPropagation() },
+    h("summary", {}, "Compare what was recorded with what was sent"),
+    h("p", {}, `Recorded in turn ${other}:`),
+    excerpt(recorded),
+    h("p", {}, `Sent in turn ${number}:`),
+    excerpt(sent),
+  );
 }
 
 /**

@@ -6,7 +6,7 @@ import { Conversation } from "./conversation.mjs";
 import { count, counted, h, number } from "./dom.mjs";
 import { Finder, addressOf } from "./search.mjs";
 import { Strip } from "./strip.mjs";
-import { marks, states, treeRow, treeRows, why } from "./tree.mjs";
+import { difference, marks, states, treeRow, treeRows, why } from "./tree.mjs";
 import { VirtualList } from "./virtual.mjs";
 
 /** The tokens of a sequence, from the store of an episode, in which each token stands once. */
@@ -190,7 +190,7 @@ export class EpisodeView {
     parts.strip.classList.toggle("blank", !this.flow.tokens.length);
     this.drawLegend();
     const spoken = this.flow.bounds
-        .map(({ turn }) => ({ turn, number: body.turns[turn].number, said: body.turns[turn].said, images: body.turns[turn].images }))
+        .map(({ turn }) => ({ ...body.turns[turn], turn, differs: difference(body.turns, turn) }))
         .filter((entry) => entry.said.length || entry.images?.length);
     const whole = { turn: this.flow.bounds[0]?.turn ?? -1, number: null, said: body.said, images: [] };
     this.conversation.show(

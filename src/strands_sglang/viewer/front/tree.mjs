@@ -54,6 +54,29 @@ export function why(turn) {
     .replace(/(\d+) new message\(s\)/, (_, many) => counted(Number(many), "new message"));
 }
 
+/** What is said up to a turn, its answer included. */
+function path(turns, at) {
+  const parts = [];
+  for (let turn = turns[at]; turn; turn = turns[turn.parent]) parts.unshift(...turn.said);
+  return parts;
+}
+
+/**
+ * Where the messages of a turn leave those that it was compared with.
+ *
+ * @returns {{other: number, recorded: string[]|undefined, sent: string[]}|null} the number of the other turn, and the
+ *     first part that differs; null if the turn was not compared, or differs in something else
+ */
+export function difference(turns, at) {
+  const other = Number(/compared with call (\d+)/.exec(turns[at].reason)?.[1] ?? NaN);
+  const compared = turns.findIndex((turn) => turn.number === other);
+  if (compared < 0) return null;
+  const [recorded, sent] = [path(turns, compared), path(turns, at)];
+  const asked = sent.findLastIndex(([role]) => role !== "assistant") + 1;
+  const k = sent.slice(0, asked).findIndex((part, i) => String(part) !== String(recorded[i]));
+  return k < 0 ? null : { other, recorded: recorded[k], sent: sent[k] };
+}
+
 /** The words of the turns of an episode, with their signs and what they mean. */
 export function states(turns) {
   const used = new Set(turns.flatMap(marks));
