@@ -257,7 +257,7 @@ def test_turns_tokens_and_conversation_keep_in_step(files, open_page):
     at_answer = page.evaluate(scrolled)
     page.locator(".strip").press("Home")
     assert page.evaluate(scrolled) < at_answer
-    page.locator("button.turn", has_text="Turn 3").click()  # the fork is in another sequence
+    page.locator("button.turn", has=page.get_by_text("Turn 3", exact=True)).click()  # the fork is in another sequence
     assert page.get_by_label("Sequence", exact=True).input_value() == "1"
     assert page.locator(".messages.now").get_attribute("aria-label") == "Turn 3"
     page.locator(".messages", has_text="Turn 0").first.click()
@@ -330,7 +330,7 @@ def test_conversations_read_as_people_write_them(files, open_page):
     assert text.locator("strong").inner_text() == "12,096 jars"
     assert text.locator("td").count() == 4
     assert text.locator("li code").inner_text() == "48 * 36 * 7"
-    page.locator("button.turn", has_text="Turn 0").click()
+    page.locator("button.turn", has=page.get_by_text("Turn 0", exact=True)).click()
     assert "calculator" in page.locator(".messages.now .card.call header").inner_text()
     other = open_page(files / "jars.html", "#episode-0")
     assert other.locator(".card.image img").evaluate("image => image.naturalWidth") == 160
@@ -380,7 +380,7 @@ def test_the_card_tells_of_the_token_that_is_marked(files, open_page):
 
 def test_the_reason_of_a_turn_is_shown_whole(files, open_page):
     page = open_page(files / "jars.html", "#episode-3")
-    turn = page.locator("button.turn", has_text="Turn 3")
+    turn = page.locator("button.turn", has=page.get_by_text("Turn 3", exact=True))
     assert "message 2 (user) is not the recorded one (user) (compared with turn 2)" in turn.inner_text()
     turn.click()
     page.get_by_text("Compare what was recorded with what was sent").click()
@@ -493,7 +493,7 @@ def test_a_phone_shows_the_tokens_first_and_the_turns_on_demand(files, open_page
     page = open_page(files / "jars.html", "#episode-3", size=(390, 844))
     assert page.locator(".tree").is_hidden() and page.locator(".strip").bounding_box()["y"] < 0.52 * 844
     page.get_by_role("button", name="6 turns").click()
-    page.locator("button.turn", has_text="Turn 3").click()
+    page.locator("button.turn", has=page.get_by_text("Turn 3", exact=True)).click()
     assert page.get_by_label("Sequence", exact=True).input_value() == "1"
 
 

@@ -44,10 +44,11 @@ test("wide and combining characters take the columns that they have", () => {
   assert.equal(columns("e\u0301"), 1);
 });
 
-test("bytes of one character are shown as bytes and decoded together", () => {
+test("bytes of one character are shown as bytes and found together", () => {
   const vocabulary = new Vocabulary([7, 8, 9], [[0xf0, 0x9f], [0x98, 0x80], "!"]);
   assert.equal(vocabulary.entry(0).shown, "⟨F0 9F⟩");
-  assert.equal(vocabulary.decode([0, 1, 2], 0, 3), "😀!");
+  const sequence = { tokens: [2, 0, 1, 2], places: [0, 1, 2, 3], vocabulary };
+  assert.deepEqual(find(sequence, {}, { text: "😀!" }), { hits: Uint8Array.of(0, 1, 1, 1), starts: [1] });
   assert.equal(new Vocabulary([5], [null]).entry(0).shown, "⟨5⟩");
   assert.deepEqual([visible("a\udcd3"), harmless("a\udcd3")], ["a⟨D3⟩", "a⟨D3⟩"]);
 });

@@ -28,9 +28,8 @@ export function facts(page, episode, { vocabulary, sequence, position, place, tu
   const value = (name) => (c[name] ? c[name][place] : NaN);
   const pairs = [];
   const add = (name, text) => pairs.push([name, text]);
-  const own = vocabulary.plain(entry);
-  const shown = vocabulary.entry(entry).shown;
-  add("Token", `${vocabulary.ids[entry]}  ${shown}`);
+  const text = vocabulary.texts[entry];
+  add("Token", `${vocabulary.ids[entry]}  ${vocabulary.entry(entry).shown}`);
   add("Trained", fate(page, episode, sequence, place));
   add("Position", position === place ? count(position) : `${count(position)} (${count(place)} in the episode)`);
   if (c.writer) add("Written by", WRITERS[page.writers[c.writer[place]]] ?? page.writers[c.writer[place]]);
@@ -46,7 +45,7 @@ export function facts(page, episode, { vocabulary, sequence, position, place, tu
   if (c.advantage) add("Advantage", number(value("advantage")));
   if (c.weight) add("Weight", `${number(value("weight"))}  (product ${number(value("weight") * value("advantage"), 3)})`);
   if (c.drift) add("Drift", c.drift[place] ? "encoding the text again gives other ids here" : "none");
-  if (/[^ -~]/.test(own)) add("Characters", [...own].slice(0, 8).map((character) => codePoint(character.codePointAt(0))).join(" "));
+  if (typeof text === "string" && /[^\0-\x7f]/.test(text)) add("Characters", [...text].slice(0, 8).map((character) => codePoint(character.codePointAt(0))).join(" "));
   if (episode.experts) {
     const rows = episode.experts(place);
     if (rows) add("Experts", rows);

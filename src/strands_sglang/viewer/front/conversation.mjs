@@ -104,11 +104,9 @@ export class Conversation {
   }
 }
 
+/** About the number of nodes: an element has a text in most cases. */
 function nodes(element) {
-  let total = 0;
-  const walker = document.createTreeWalker(element, NodeFilter.SHOW_ALL);
-  while (walker.nextNode()) total++;
-  return total;
+  return 2 * element.querySelectorAll("*").length;
 }
 
 /** Two parts from where they differ. */

@@ -72,6 +72,12 @@ export function parseQuery(query, { ids, writers, versions }) {
   return { text: query, property: PROPERTY.exec(text)?.[0] };
 }
 
+/** The UTF-8 of a text in lower case, as a string: tokens may end within a character. */
+function asBytes(text) {
+  const bytes = typeof text === "string" ? new TextEncoder().encode(text.toLowerCase()) : new Uint8Array(text);
+  return new TextDecoder("latin1").decode(bytes);
+}
+
 /**
  * Find what matches in a sequence.
  *
@@ -90,14 +96,14 @@ export function find(sequence, columns, query) {
     }
     return { hits, starts };
   }
-  const wanted = query.text.toLowerCase();
+  const wanted = asBytes(query.text);
   if (!wanted) return { hits, starts };
   const lowered = new Map();
   const pieces = new Array(tokens.length);
   const offsets = new Uint32Array(tokens.length + 1);
   for (let i = 0; i < tokens.length; i++) {
     let piece = lowered.get(tokens[i]);
-    if (piece === undefined) lowered.set(tokens[i], (piece = vocabulary.plain(tokens[i]).toLowerCase()));
+    if (piece === undefined) lowered.set(tokens[i], (piece = asBytes(vocabulary.texts[tokens[i]] ?? "")));
     pieces[i] = piece;
     offsets[i + 1] = offsets[i] + piece.length;
   }

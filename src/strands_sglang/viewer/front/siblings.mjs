@@ -2,7 +2,7 @@
 
 import { count, counted, h, number } from "./dom.mjs";
 import { firstDifference, layOut } from "./layout.mjs";
-import { columnWidth } from "./strip.mjs";
+import { columnWidth, tokenSpan } from "./strip.mjs";
 import { VirtualList } from "./virtual.mjs";
 
 const ROW_HEIGHT = 23;
@@ -107,15 +107,8 @@ export class Siblings {
       const cell = document.createElement("div");
       cell.className = "tokens lane";
       cell.dataset.lane = k;
-      const range = this.aligned.range(k, row);
-      for (let i = range ? range[0] : 0; range && i < range[1]; i++) {
-        const span = document.createElement("span");
-        const { shown, width } = lane.vocabulary.entry(lane.tokens[i]);
-        span.className = `t ${lane.classOf(lane.places[i])}${width > this.limit ? " long" : ""}`;
-        span.dataset.at = i;
-        span.textContent = shown;
-        cell.append(span);
-      }
+      const [start, stop] = this.aligned.range(k, row) ?? [0, 0];
+      for (let i = start; i < stop; i++) cell.append(tokenSpan(lane.vocabulary.entry(lane.tokens[i]), lane.classOf(lane.places[i]), i, this.limit));
       line.append(cell);
     });
     return line;

@@ -20,6 +20,15 @@ export function columnWidth(viewport) {
   return probed || 7.8;
 }
 
+/** A token of a row of `limit` columns. */
+export function tokenSpan({ shown, width }, classes, at, limit) {
+  const span = document.createElement("span");
+  span.className = `t ${classes}${width > limit ? " long" : ""}`;
+  span.dataset.at = at;
+  span.textContent = shown;
+  return span;
+}
+
 export class Strip {
   /**
    * @param {HTMLElement} viewport
@@ -110,16 +119,10 @@ export class Strip {
 
   token(i) {
     const { tokens, places, vocabulary } = this.sequence;
-    const span = document.createElement("span");
-    const { shown, width } = vocabulary.entry(tokens[i]);
-    let name = "t " + this.classOf(places[i]);
+    let name = this.classOf(places[i]);
     if (this.hits && this.hits[i]) name += " hit";
     if (i === this.current) name += " current";
-    if (width > this.limit) name += " long";
-    span.className = name;
-    span.dataset.at = i;
-    span.textContent = shown;
-    return span;
+    return tokenSpan(vocabulary.entry(tokens[i]), name, i, this.limit);
   }
 
   /** Make a token the current one. */

@@ -119,14 +119,6 @@ export class Vocabulary {
     this.ids = ids;
     this.texts = texts;
     this.cache = new Array(ids.length);
-    this.decoder = new TextDecoder();
-  }
-
-  /** The text as it is, "" if unknown. */
-  plain(entry) {
-    const text = this.texts[entry];
-    if (text === null || text === undefined) return "";
-    return typeof text === "string" ? text : this.decoder.decode(new Uint8Array(text));
   }
 
   entry(index) {
@@ -141,22 +133,5 @@ export class Vocabulary {
       this.cache[index] = known;
     }
     return known;
-  }
-
-  /** The text of a run of tokens, characters that several tokens share put together. */
-  decode(tokens, start, stop) {
-    let text = "";
-    let bytes = [];
-    for (let i = start; i < stop; i++) {
-      const part = this.texts[tokens[i]];
-      if (typeof part === "object" && part !== null) {
-        bytes.push(...part);
-        continue;
-      }
-      if (bytes.length) text += this.decoder.decode(new Uint8Array(bytes));
-      bytes = [];
-      text += part ?? `⟨${this.ids[tokens[i]]}⟩`;
-    }
-    return bytes.length ? text + this.decoder.decode(new Uint8Array(bytes)) : text;
   }
 }

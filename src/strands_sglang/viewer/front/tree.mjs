@@ -5,7 +5,7 @@ import { count, counted, h, seconds } from "./dom.mjs";
 const ID = /^[0-9a-f-]{32,36}$/;
 
 /** Signs of what a turn is; each comes with its word. */
-export const SIGNS = {
+const SIGNS = {
   opens: "●",
   extends: "│",
   forks: "↳",
@@ -17,7 +17,7 @@ export const SIGNS = {
 };
 
 /** What the words of a turn mean. */
-export const STATES = {
+const STATES = {
   opens: "begins with a prompt of its own: nothing recorded is continued",
   extends: "continues an earlier turn, whose tokens it keeps",
   forks: "continues an earlier turn that another one continues too, so it is in a sequence of its own",
@@ -85,11 +85,10 @@ export function states(turns) {
 }
 
 /** The sign of a turn. */
-export function sign(turn) {
-  if (["discarded", "cut", "failed"].includes(turn.status)) return SIGNS[turn.status];
-  if (turn.auxiliary) return SIGNS.auxiliary;
-  if (turn.resumed) return SIGNS.resumed;
-  return SIGNS[turn.branching];
+function sign(turn) {
+  const words = marks(turn);
+  const telling = ["discarded", "cut", "failed", "auxiliary", "resumed"].find((word) => words.includes(word));
+  return SIGNS[telling ?? turn.branching];
 }
 
 /**
