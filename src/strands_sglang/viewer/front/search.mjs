@@ -1,6 +1,7 @@
 // Search over the tokens of all episodes: by text, id or property.
 
 import { count, counted, h } from "./dom.mjs";
+import { searchable } from "./text.mjs";
 import { VirtualList } from "./virtual.mjs";
 
 const ROW_HEIGHT = 28; // px
@@ -72,12 +73,6 @@ export function parseQuery(query, { ids, writers, versions }) {
   return { text: query, property: PROPERTY.exec(text)?.[0] };
 }
 
-/** The UTF-8 of a text in lower case, as a string: tokens may end within a character. */
-function asBytes(text) {
-  const bytes = typeof text === "string" ? new TextEncoder().encode(text.toLowerCase()) : new Uint8Array(text);
-  return new TextDecoder("latin1").decode(bytes);
-}
-
 /**
  * Find what matches in a sequence.
  *
@@ -96,17 +91,11 @@ export function find(sequence, columns, query) {
     }
     return { hits, starts };
   }
-  const wanted = asBytes(query.text);
+  const wanted = searchable(query.text);
   if (!wanted) return { hits, starts };
-  const lowered = new Map();
-  const pieces = new Array(tokens.length);
+  const pieces = Array.from(tokens, (token) => vocabulary.searchable(token));
   const offsets = new Uint32Array(tokens.length + 1);
-  for (let i = 0; i < tokens.length; i++) {
-    let piece = lowered.get(tokens[i]);
-    if (piece === undefined) lowered.set(tokens[i], (piece = asBytes(vocabulary.texts[tokens[i]] ?? "")));
-    pieces[i] = piece;
-    offsets[i + 1] = offsets[i] + piece.length;
-  }
+  for (let i = 0; i < tokens.length; i++) offsets[i + 1] = offsets[i] + pieces[i].length;
   const all = pieces.join("");
   let token = 0;
   for (let at = all.indexOf(wanted); at >= 0; at = all.indexOf(wanted, at + wanted.length)) {

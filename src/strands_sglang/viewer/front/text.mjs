@@ -109,6 +109,15 @@ function isWide(code) {
   );
 }
 
+const ENCODER = new TextEncoder();
+const BYTES = new TextDecoder("latin1");
+
+/** The UTF-8 of a text in lower case as a string, so that tokens which end within a character can be joined. */
+export function searchable(text) {
+  const lowered = text.toLowerCase();
+  return /[^\0-\x7f]/.test(lowered) ? BYTES.decode(ENCODER.encode(lowered)) : lowered;
+}
+
 /** The vocabulary that a page uses: ids with their texts; an entry of bytes is part of a character. */
 export class Vocabulary {
   /**
@@ -119,6 +128,12 @@ export class Vocabulary {
     this.ids = ids;
     this.texts = texts;
     this.cache = new Array(ids.length);
+    this.searched = new Array(ids.length);
+  }
+
+  searchable(index) {
+    const text = this.texts[index] ?? "";
+    return (this.searched[index] ??= typeof text === "string" ? searchable(text) : BYTES.decode(new Uint8Array(text)));
   }
 
   entry(index) {
