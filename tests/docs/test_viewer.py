@@ -321,6 +321,15 @@ def test_a_long_message_is_shown_whole(tmp_path, open_page):
     page = open_page(page_of(tmp_path, ("assistant", "text", said)))
     page.get_by_role("button", name="12,000 more characters").click()
     assert page.locator(".card pre").last.text_content() == said
+    page.keyboard.press("r")
+    assert page.locator(".card .body p").inner_text() == said.strip()
+
+
+def test_what_is_too_long_to_render_is_shown_as_it_was_said(tmp_path, open_page):
+    page = open_page(page_of(tmp_path, ("assistant", "text", "*a* " * 600)))
+    page.keyboard.press("r")
+    assert page.locator(".card.from-assistant header").inner_text() == "assistant · too long to render"
+    assert page.locator(".card pre").last.text_content() == "*a* " * 600
 
 
 def test_conversations_read_as_people_write_them(files, open_page):

@@ -165,7 +165,7 @@ test("an episode is searched in all its sequences, and what they share counts on
   assert.deepEqual(all("id:30"), [{ sequence: 0, position: 2, many: 2 }, { sequence: 1, position: 4, many: 1 }]);
   assert.deepEqual(all("nothing of that"), []);
   const said = { said: [["user", "text", "An apple, an APPLE"], ["assistant", "text", "Apple"]], length: 0 };
-  assert.deepEqual(findAll([], said, { text: "apple" }), [{ many: 3 }]);
+  assert.deepEqual(findAll([], said, { text: "apple" }), [{ many: 3, text: "An apple, an APPLE" }]);
 });
 
 test("a query that names an unknown property is not only text", () => {

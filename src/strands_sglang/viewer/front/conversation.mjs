@@ -147,13 +147,14 @@ export function card([role, kind, text, name], picture, rendered) {
     const head = h("header", {}, kind === "call" ? "calls " : "result ", h("b", {}, name || (kind === "call" ? "a tool" : "")));
     return h(`article.card.${kind}`, {}, head, ...plain(rendered ? indented(text) : text));
   }
-  const own = rendered && role === "assistant" && text.length <= LONGEST ? markdown(text) : null;
+  const own = rendered && role === "assistant" ? markdown(text) : null;
   const body = own ? [own] : plain(text);
   if (kind === "reasoning") {
     const summary = h("summary", {}, `reasoning · ${counted(text.length, "character")}`);
     return h("details.card.reasoning", { open: text.length < 1200 }, summary, ...body);
   }
-  return h(`article.card.text.from-${role}`, {}, h("header", {}, role), ...body);
+  const note = rendered && role === "assistant" && !own ? " · too long to render" : "";
+  return h(`article.card.text.from-${role}`, {}, h("header", {}, role, note), ...body);
 }
 
 /** A text with its white space; a long one with a button for the rest. */

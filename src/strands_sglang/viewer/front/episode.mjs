@@ -147,9 +147,7 @@ export class EpisodeView {
       head.outcome,
       `reward ${number(head.reward, 3)}`,
       head.advantage === null ? null : `advantage ${number(head.advantage, 3)}`,
-      counted(head.turns, "turn"),
-      counted(head.tokens, "token"),
-      `${count(head.trained)} trained`,
+      ...(body.length ? [counted(head.turns, "turn"), counted(head.tokens, "token"), `${count(head.trained)} trained`] : []),
       head.note,
     ];
     parts.facts.replaceChildren(...words.filter(Boolean).map((word) => h("span", {}, word)));

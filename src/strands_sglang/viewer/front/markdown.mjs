@@ -6,6 +6,8 @@ import { harmless } from "./text.mjs";
 // These stay as they are written: nothing is followed or loaded, and formulas keep their backslashes.
 const PLAIN = ["link", "image", "autolink", "reference", "escape", "entity"];
 
+const LONGEST = 20000; // characters
+
 let reader;
 
 function newReader() {
@@ -23,9 +25,11 @@ function newReader() {
  * Return an element with the rendered text.
  *
  * @param {string} text
- * @param {number} most elements; null if the text needs more
+ * @param {number} most elements and texts
+ * @returns {HTMLElement|null} null if the text is too long, or needs more
  */
 export function markdown(text, most = 600) {
+  if (text.length > LONGEST) return null;
   reader ??= newReader();
   const open = [h("div.body")];
   let left = most;

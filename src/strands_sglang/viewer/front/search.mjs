@@ -111,15 +111,12 @@ export function find(sequence, columns, query) {
  *
  * @param {{tokens: ArrayLike<number>, places: Int32Array, vocabulary: Vocabulary}[]} sequences
  * @param {{columns: object, length: number, said: string[][]}} body
- * @returns {{sequence?: number, position?: number, many: number}[]} per sequence its first match and their number; what
+ * @returns {{sequence?: number, position?: number, many: number, text?: string}[]} per sequence its first match and their number; what
  *     sequences share is only in the first. A match is a token, or an occurrence of the text. Without tokens, the text is
  *     looked for in what was said.
  */
 export function findAll(sequences, body, query) {
-  if (!body.length) {
-    const many = query.text ? body.said.reduce((all, [, , text]) => all + text.toLowerCase().split(query.text.toLowerCase()).length - 1, 0) : 0;
-    return many ? [{ many }] : [];
-  }
+  if (!body.length) return query.text ? findSaid(body.said, query.text.toLowerCase()) : [];
   const seen = new Uint8Array(body.length);
   const found = [];
   sequences.forEach((sequence, at) => {
@@ -130,6 +127,15 @@ export function findAll(sequences, body, query) {
     if (own.length) found.push({ sequence: at, position: own[0], many: own.length });
   });
   return found;
+}
+
+/** Find a text in what was said. */
+function findSaid(said, wanted) {
+  const texts = said.map(([, , text]) => text).filter((text) => text.toLowerCase().includes(wanted));
+  if (!texts.length) return [];
+  const at = texts[0].toLowerCase().indexOf(wanted);
+  const many = texts.reduce((all, text) => all + text.toLowerCase().split(wanted).length - 1, 0);
+  return [{ many, text: texts[0].slice(Math.max(0, at - 20), at + 80) }];
 }
 
 /** The field, and the list of what it finds. */
@@ -174,7 +180,7 @@ export class Finder {
       }
       if (this.query !== query) return;
       const sequences = this.view.flows(body);
-      this.found.push(...findAll(sequences, body, query).map((found) => ({ episode: i, ...found, text: around(sequences[found.sequence], found.position) })));
+      this.found.push(...findAll(sequences, body, query).map((found) => ({ episode: i, text: around(sequences[found.sequence], found.position), ...found })));
     }
     this.done = true;
     this.show();
