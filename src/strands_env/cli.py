@@ -18,15 +18,15 @@ import json
 import logging
 import math
 import re
+import shlex
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strands_sglang import terminal
-from strands_sglang.terminal import json_object, paint, tell, waiting
+from strands_sglang import __version__, terminal
+from strands_sglang.terminal import UsageError, json_object, paint, tell, waiting
 
 from .names import ENVIRONMENTS, REWARDS, load, load_benchmark_class, needs, registered_benchmarks, why_not
 from .trackers import TRACKERS
@@ -55,11 +55,13 @@ BACKENDS = {
 PACKAGES = {"openai": ("openai", "openai"), "bedrock": ("boto3", "bedrock")}
 """The package that a backend needs, and its extra."""
 
+_EXAMPLE = """example:
+  strands-env eval --dataset tasks.jsonl --env calculator --n-samples 8 \\
+    --model Qwen/Qwen3-8B --output results/qwen3-8b"""
+SEE_ALSO = """see also:
+  strands-sglang view, doctor and show: every token of the recorded episodes"""
+
 say = functools.partial(terminal.say, "strands-env")
-
-
-class UsageError(ValueError):
-    """The command line, or something named on it, is wrong."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell(f"strands-env: {one_line(error)}")
         return WRONG_USAGE
     except ModuleNotFoundError as error:  # what subcommands import is in the extra
-        tell(f"strands-env: {one_line(error)}: run pip install -e '.[env]' in a clone of this project")
+        hint = "run pip install -e '.[env]' in a clone of this project"
+        tell(f"strands-env: this command needs the extra `env` ({one_line(error)}): {hint}")
         return FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
         tell("strands-env: stopped")
@@ -96,68 +99,76 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; `run` in its result is the subcommand's function."""
     parser, add = terminal.command_parser(
         "strands-env",
-        "Evaluate agents in environments.",
-        "example:\n  strands-env eval --dataset tasks.jsonl --env calculator --n-samples 8 \\\n"
-        "    --model Qwen/Qwen3-8B --output results/qwen3-8b\n\n"
-        "`strands-sglang view`, `doctor` and `show` look into its episodes, token by token.",
+        __version__,
+        "Evaluate agents in environments, and see how evaluations and training runs do.",
+        f"{_EXAMPLE}\n\n{SEE_ALSO}",
     )
-
     add(
-        "list",
         list_names,
-        help="list benchmarks, environments, rewards and backends",
-        description="List the names that `strands-env eval` knows.",
-        epilog="example:\n  strands-env list",
+        "list",
+        "list benchmarks, environments, rewards and backends",
+        "List the names that `strands-env eval` knows.",
+        "example:\n  strands-env list",
     )
-
     evaluation = add(
-        "eval",
         evaluate,
-        "(--dataset PATH | --benchmark NAME)\n                        --env NAME --output DIR [OPTIONS]",
-        help="run tasks in an environment and print the metrics",
-        description="Run every task several times and print the metrics. Each result is added to\n"
-        "DIR/results.jsonl as it finishes. Run the same command again to continue, no\n"
-        "matter how the last run ended.",
-        epilog="example:\n  strands-env eval --dataset tasks.jsonl --env calculator --n-samples 8 \\\n"
-        "    --model Qwen/Qwen3-8B --output results/qwen3-8b",
+        "eval (--dataset PATH | --benchmark NAME)\n                        --env NAME --output DIR [OPTIONS]",
+        "run tasks in an environment and print the metrics",
+        "Run every task several times and print the metrics. Each result is added to DIR/results.jsonl as it "
+        "finishes. Run the same command again to continue, no matter how the last run ended.",
+        _EXAMPLE,
     )
     _add_evaluation_options(evaluation)
-
     report = add(
-        "report",
         report_metrics,
-        "DIR [OPTIONS]",
-        help="print the metrics of an evaluation",
-        description="Print the metrics of an evaluation, also while it runs.",
-        epilog="example:\n  strands-env report results/qwen3-8b",
+        "report DIR [OPTIONS]",
+        "print the metrics of an evaluation",
+        "Print the metrics of an evaluation, also while it runs.",
+        f"example:\n  strands-env report results/qwen3-8b --html --open\n\n{SEE_ALSO}",
     )
-    report.add_argument("folder", metavar="DIR", help="the evaluation's --output, or its results file")
     watching = add(
-        "watch",
         watch_run,
-        "DIR [OPTIONS]",
-        help="show an evaluation or a training run while it is written",
-        description="Show how fast an evaluation runs, when it will be done, its metrics, failures\n"
-        "and slowest episodes, until it is done or Ctrl-C is pressed. DIR may also be a\n"
-        "training run with a metrics.csv. The files are only read. Where standard output\n"
-        "is not a terminal, print the state once.",
-        epilog="example:\n  strands-env watch results/qwen3-8b",
+        "watch DIR [OPTIONS]",
+        "show an evaluation or a training run while it is written",
+        "Show how fast an evaluation runs, when it will be done, its metrics, failures and slowest episodes, until it "
+        "is done or Ctrl-C is pressed. DIR may also be a training run with a metrics.csv. The files are only read. "
+        "Where standard output is not a terminal, print the state once.",
+        f"example:\n  strands-env watch results/qwen3-8b\n\n{SEE_ALSO}",
     )
-    watching.add_argument("folder", metavar="DIR", help="the evaluation's --output, or the folder of a training run")
-    watching.add_argument("--success-threshold", **_THRESHOLD)
-
     track = add(
-        "track",
         track_run,
-        "DIR --to NAME [OPTIONS]",
-        help="send the metrics of an evaluation or a training run to a tracker",
-        description="Log the metrics of an evaluation, or of every step of a training run with a\n"
-        "metrics.csv, as a new run of TensorBoard (files in DIR/tensorboard), wandb,\n"
-        "mlflow or trackio.",
-        epilog="example:\n  strands-env track results/qwen3-8b --to wandb --project math",
+        "track DIR --to NAME [OPTIONS]",
+        "send the metrics of an evaluation or a training run to a tracker",
+        "Log the metrics of an evaluation, or of every step of a training run with a metrics.csv, as a new run of "
+        "TensorBoard (files in DIR/tensorboard), wandb, mlflow or trackio.",
+        "example:\n  strands-env track results/qwen3-8b --to wandb --project math",
     )
-    track.add_argument("folder", metavar="DIR", help="the evaluation's --output, or the folder of a training run")
-    track.add_argument("--to", choices=TRACKERS, metavar="NAME", help=f"the tracker: {', '.join(TRACKERS)}")
+    score = add(
+        score_results,
+        "score DIR --reward NAME --output OTHER [OPTIONS]",
+        "score the saved episodes of an evaluation with another reward",
+        "Score the saved episodes of an evaluation with another reward, without running them again. OTHER becomes the "
+        "folder of an evaluation with that reward. Run the same command again to continue.",
+        "example:\n  strands-env score results/qwen3-8b --reward exact --output results/exact",
+    )
+    compare = add(
+        compare_results,
+        "compare A B [OPTIONS]",
+        "compare two evaluations prompt by prompt",
+        "Compare two evaluations by the prompts that both have.",
+        f"example:\n  strands-env compare results/before results/after\n\n{SEE_ALSO}",
+    )
+    for command in (report, score):
+        command.add_argument(
+            "folder", type=evaluation_in, metavar="DIR", help="the evaluation's --output, or its results file"
+        )
+    for command in (watching, track):
+        command.add_argument(
+            "folder", type=run_in, metavar="DIR", help="the evaluation's --output, or the folder of a training run"
+        )
+    track.add_argument(
+        "--to", required=True, choices=TRACKERS, metavar="NAME", help=f"the tracker: {', '.join(TRACKERS)}"
+    )
     track.add_argument("--project", default="strands-env", metavar="NAME", help="the project (default: %(default)s)")
     track.add_argument("--name", metavar="NAME", help="name of the run (default: the folder's)")
     track.add_argument(
@@ -167,23 +178,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="step of an evaluation, as of its weights (default: %(default)s)",
     )
-    track.add_argument("--success-threshold", **_THRESHOLD)
-
-    score = add(
-        "score",
-        score_results,
-        "DIR --reward NAME --output OTHER [OPTIONS]",
-        help="score the saved episodes of an evaluation with another reward",
-        description="Score the saved episodes of an evaluation with another reward, without running\n"
-        "them again. OTHER becomes the folder of an evaluation with that reward. Run the\n"
-        "same command again to continue.",
-        epilog="example:\n  strands-env score results/qwen3-8b --reward exact --output results/exact",
-    )
-    score.add_argument("folder", metavar="DIR", help="the evaluation's --output, or its results file")
-    reward = _OPTIONS["environment"]["--reward"]
-    score.add_argument("--reward", metavar="NAME", help=reward["help"].removesuffix(" (default: %(default)s)"))
-    score.add_argument("--reward-args", **_OPTIONS["environment"]["--reward-args"])
-    score.add_argument("--output", metavar="OTHER", help="folder for the scored samples")
+    score.add_argument("--reward", required=True, metavar="NAME", help=_NAMED)
+    _add(score, "--reward-args", *_OPTIONS["environment"]["--reward-args"])
+    score.add_argument("--output", required=True, metavar="OTHER", help="folder for the scored samples")
     score.add_argument(
         "--concurrency",
         type=at_least_one,
@@ -191,24 +188,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="samples at the same time (default: %(default)s)",
     )
-
-    compare = add(
-        "compare",
-        compare_results,
-        "A B [OPTIONS]",
-        help="compare two evaluations prompt by prompt",
-        description="Compare two evaluations by the prompts that both have.",
-        epilog="example:\n  strands-env compare results/before results/after",
+    compare.add_argument("first", type=evaluation_in, metavar="A", help="--output of the first evaluation")
+    compare.add_argument(
+        "second", type=evaluation_in, metavar="B", help="--output of the second one; the difference is B - A"
     )
-    compare.add_argument("first", metavar="A", help="--output of the first evaluation")
-    compare.add_argument("second", metavar="B", help="--output of the second one; the difference is B - A")
-    for command in (report, compare):
-        page = "report.html" if command is report else "compare.html"
+    for command, page in ((report, "report.html"), (compare, "compare.html")):
         command.add_argument("--html", action="store_true", help="write an HTML page with plots and all samples")
-        command.add_argument("--open", action="store_true", help="open the page in the browser")
-        command.add_argument(
-            "-o", "--output", metavar="PAGE", type=Path, help=f"the page to write (default: {page} in this folder)"
-        )
+        terminal.add_page_options(command, page)
     report.add_argument(
         "--prices",
         type=prices,
@@ -217,7 +203,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for command in (score, report, compare):
         command.add_argument("--json", action="store_true", help="print JSON")
-        command.add_argument("--success-threshold", **_THRESHOLD)
+    for command in (watching, track, score, report, compare):
+        _add(command, "--success-threshold", *_THRESHOLD)
     return parser
 
 
@@ -254,135 +241,96 @@ def prices(text: str) -> Prices:
     return Prices(*parts)
 
 
-_THRESHOLD: dict[str, Any] = {
-    "type": finite,
-    "default": 1.0,
-    "metavar": "X",
-    "help": "a sample with at least this reward is a success (default: %(default)s)",
-}
-_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+_NAMED = "a name from `strands-env list`, or your package.Class"
+_JSON: dict[str, Any] = {"type": json_object, "default": {}}
+_FLAG: dict[str, Any] = {"action": "store_true"}
+_THRESHOLD = (
+    "X",
+    "a sample with at least this reward is a success (default: %(default)s)",
+    {"type": finite, "default": 1.0},
+)
+_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "tasks": {
-        "--dataset": {
-            "metavar": "PATH",
-            "help": ".jsonl, .json, .csv, .tsv or .parquet, or a folder with such files as on the Hugging Face Hub; "
+        "--dataset": (
+            "PATH",
+            ".jsonl, .json, .csv, .tsv or .parquet, or a folder with such files as on the Hugging Face Hub; "
             "with --benchmark, a local copy of it",
-        },
-        "--split": {"metavar": "NAME", "help": "the files of a folder to use, such as test"},
-        "--benchmark": {
-            "metavar": "NAME",
-            "help": "a name from `strands-env list`, or your package.Class",
-        },
-        "--question-field": {
-            "metavar": "NAME",
-            "help": "the field with the question (default: question, problem, prompt, ...)",
-        },
-        "--answer-field": {
-            "metavar": "NAME",
-            "help": "the field with the right answer (default: answer, ground_truth, label, ...)",
-        },
-        "--id-field": {"metavar": "NAME", "help": "the field with the task's id (default: id, unique_id, ...)"},
-        "--limit": {"type": at_least_one, "metavar": "N", "help": "run the first N tasks only"},
+        ),
+        "--split": ("NAME", "the files of a folder to use, such as test"),
+        "--benchmark": ("NAME", _NAMED),
+        "--question-field": ("NAME", "the field with the question (default: question, problem, prompt, ...)"),
+        "--answer-field": ("NAME", "the field with the right answer (default: answer, ground_truth, label, ...)"),
+        "--id-field": ("NAME", "the field with the task's id (default: id, unique_id, ...)"),
+        "--limit": ("N", "run the first N tasks only", {"type": at_least_one}),
     },
     "environment": {
-        "--env": {"metavar": "NAME", "help": "a name from `strands-env list`, or your package.Class"},
-        "--env-args": {
-            "type": json_object,
-            "default": {},
-            "metavar": "JSON",
-            "help": "further arguments of the environment",
-        },
-        "--system-prompt": {"metavar": "TEXT", "help": "replaces the environment's system prompt"},
-        "--reward": {
-            "default": "math",
-            "metavar": "NAME",
-            "help": "a name from `strands-env list`, your package.Class, or env for the environment's own "
+        "--env": ("NAME", _NAMED),
+        "--env-args": ("JSON", "further arguments of the environment", _JSON),
+        "--system-prompt": ("TEXT", "replaces the environment's system prompt"),
+        "--reward": (
+            "NAME",
+            "a name from `strands-env list`, your package.Class, or env for the environment's own "
             "(default: %(default)s)",
-        },
-        "--reward-args": {"type": json_object, "default": {}, "metavar": "JSON", "help": "arguments of the reward"},
+            {"default": "math"},
+        ),
+        "--reward-args": ("JSON", "arguments of the reward", _JSON),
     },
     "model": {
-        "--backend": {
-            "choices": tuple(BACKENDS),
-            "metavar": "NAME",
-            "default": "sglang",
-            "help": f"{', '.join(BACKENDS)} (default: %(default)s)",
-        },
-        "--base-url": {
-            "metavar": "URL",
-            "help": f"sglang, openai: the server's address (default for sglang: {DEFAULT_URL})",
-        },
-        "--model": {
-            "metavar": "NAME",
-            "help": "the model's name, or for sglang its folder (default for sglang: what the server has, if that is "
+        "--backend": (
+            "NAME",
+            f"{', '.join(BACKENDS)} (default: %(default)s)",
+            {"choices": tuple(BACKENDS), "default": "sglang"},
+        ),
+        "--base-url": ("URL", f"sglang, openai: the server's address (default for sglang: {DEFAULT_URL})"),
+        "--model": (
+            "NAME",
+            "the model's name, or for sglang its folder (default for sglang: what the server has, if that is "
             "on this machine)",
-        },
-        "--tokenizer": {"metavar": "PATH", "help": "sglang: the tokenizer's folder or name (default: --model)"},
-        "--chat-template": {"metavar": "FILE", "help": "sglang: Jinja file to use as the chat template"},
-        "--tool-parser": {"metavar": "NAME", "help": "sglang: the tool parser (default: the model family's)"},
-        "--region": {"metavar": "NAME", "help": "bedrock: the AWS region"},
-        "--temperature": {"type": finite, "metavar": "X", "help": "sampling temperature"},
-        "--top-p": {"type": finite, "metavar": "X", "help": "sample from this share of the probability"},
-        "--max-new-tokens": {"type": at_least_one, "metavar": "N", "help": "tokens of one answer"},
-        "--sampling-params": {
-            "type": json_object,
-            "default": {},
-            "metavar": "JSON",
-            "help": "further sampling parameters",
-        },
-        "--model-args": {
-            "type": json_object,
-            "default": {},
-            "metavar": "JSON",
-            "help": "further configuration of the model",
-        },
-        "--client-args": {
-            "type": json_object,
-            "default": {},
-            "metavar": "JSON",
-            "help": "sglang, openai: arguments of the client",
-        },
+        ),
+        "--tokenizer": ("PATH", "sglang: the tokenizer's folder or name (default: --model)"),
+        "--chat-template": ("FILE", "sglang: Jinja file to use as the chat template"),
+        "--tool-parser": ("NAME", "sglang: the tool parser (default: the model family's)"),
+        "--region": ("NAME", "bedrock: the AWS region"),
+        "--temperature": ("X", "sampling temperature", {"type": finite}),
+        "--top-p": ("X", "sample from this share of the probability", {"type": finite}),
+        "--max-new-tokens": ("N", "tokens of one answer", {"type": at_least_one}),
+        "--sampling-params": ("JSON", "further sampling parameters", _JSON),
+        "--model-args": ("JSON", "further configuration of the model", _JSON),
+        "--client-args": ("JSON", "sglang, openai: arguments of the client", _JSON),
     },
     "run": {
-        "--output": {"metavar": "DIR", "help": "folder for the results"},
-        "--n-samples": {
-            "type": at_least_one,
-            "default": 1,
-            "metavar": "N",
-            "help": "samples of each task (default: %(default)s)",
-        },
-        "--concurrency": {
-            "type": at_least_one_or_auto,
-            "default": 10,
-            "metavar": "N",
-            "help": "episodes at the same time; auto: as many as the servers have room for (default: %(default)s)",
-        },
-        "--ray": {
-            "nargs": "?",
-            "const": "auto",
-            "metavar": "ADDRESS",
-            "help": "run the episodes on the Ray cluster at host:port (default: that of RAY_ADDRESS or this machine)",
-        },
-        "--ray-args": {
-            "type": json_object,
-            "default": {},
-            "metavar": "JSON",
-            "help": "further arguments of RayExecutor",
-        },
-        "--keep-tokens": {"action": "store_true", "help": "keep token ids, loss masks and logprobs"},
-        "--keep-trajectories": {"action": "store_true", "help": "keep every model call, one file per sample"},
-        "--stop-after-failures": {
-            "type": at_least_one,
-            "default": 20,
-            "metavar": "N",
-            "help": "stop after N failed samples in a row (default: %(default)s)",
-        },
-        "--retry-errors": {"action": "store_true", "help": "run samples again that counted as wrong after an error"},
-        "--json": {"action": "store_true", "help": "print the metrics as JSON"},
-        "--verbose": {"action": "store_true", "help": "log what happens"},
+        "--output": ("DIR", "folder for the results"),
+        "--n-samples": ("N", "samples of each task (default: %(default)s)", {"type": at_least_one, "default": 1}),
+        "--concurrency": (
+            "N",
+            "episodes at the same time; auto: as many as the servers have room for (default: %(default)s)",
+            {"type": at_least_one_or_auto, "default": 10},
+        ),
+        "--ray": (
+            "ADDRESS",
+            "run the episodes on the Ray cluster at host:port (default: that of RAY_ADDRESS or this machine)",
+            {"nargs": "?", "const": "auto"},
+        ),
+        "--ray-args": ("JSON", "further arguments of RayExecutor", _JSON),
+        "--keep-tokens": (None, "keep token ids, loss masks and logprobs", _FLAG),
+        "--keep-trajectories": (None, "keep every model call, one file per sample", _FLAG),
+        "--stop-after-failures": (
+            "N",
+            "stop after N failed samples in a row (default: %(default)s)",
+            {"type": at_least_one, "default": 20},
+        ),
+        "--retry-errors": (None, "run samples again that counted as wrong after an error", _FLAG),
+        "--json": (None, "print the metrics as JSON", _FLAG),
+        "--verbose": (None, "log what happens", _FLAG),
         "--success-threshold": _THRESHOLD,
     },
 }
-"""The options of `eval` by group, as arguments of `add_argument`."""
+"""The options of `eval` by group: what a value is, the help, and further arguments of `add_argument`."""
+
+
+def _add(command: Any, name: str, shown: str | None, told: str, settings: dict[str, Any] | None = None) -> None:
+    value = {"metavar": shown} if shown else {}
+    command.add_argument(name, help=told, **value, **(settings or {}))
 
 
 def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
@@ -391,8 +339,8 @@ def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
     )
     for title, options in _OPTIONS.items():
         group = command.add_argument_group(title)
-        for name, settings in options.items():
-            group.add_argument(name, **settings)
+        for name, option in options.items():
+            _add(group, name, *option)
 
 
 def options_in_file(path: Path) -> list[str]:
@@ -455,8 +403,7 @@ def _unusable(reason: str | None, what: str = "cannot run") -> list[str]:
     """Why something cannot be used, in lines below its name."""
     if reason is None:
         return []
-    lines = textwrap.wrap(f"{what}: {reason}", terminal.width() - 4, break_long_words=False, break_on_hyphens=False)
-    return [paint(f"    {line}", "yellow") for line in lines]
+    return [paint(line, "yellow") for line in terminal.wrapped(f"    {what}: {reason}")]
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -466,7 +413,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from .core import RewardError
     from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, ExecutorError
     from .eval.checkpoint import encode, replace_file, results_file, side_file
-    from .eval.metrics import end_lines, metric_lines
 
     terminal.log(logging.INFO if arguments.verbose else logging.ERROR)
     if not arguments.verbose:  # unknown tools and cut-off answers are ordinary, and the results have them
@@ -481,11 +427,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if missing:
         raise UsageError(f"{' and '.join(missing)} must be given")
     try:
-        load(ENVIRONMENTS, arguments.env)  # a wrong name is told before a server is asked
-        if arguments.reward != OWN_REWARD:
-            load(REWARDS, arguments.reward)
-        if arguments.benchmark is None and not Path(arguments.dataset).exists():
-            raise ValueError(f"--dataset {arguments.dataset}: no such file or folder")
+        check_names(arguments)
         model = model_config(arguments)
         with waiting("loading the model's tokenizer" if arguments.backend == "sglang" else "preparing the model"):
             model_factory: Any = model_factory_of(arguments, model)
@@ -524,17 +466,31 @@ def evaluate(arguments: argparse.Namespace) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         tell(f"strands-env: stopped; {arguments.output} has what is finished, run the same command to continue")
         return STOPPED
+    return say_results(arguments, metrics, results, "report", arguments.output, "--html", "--open")
+
+
+def say_results(arguments: argparse.Namespace, metrics: dict[str, float], results: Any, *following: str) -> int:
+    """Print what an evaluation found, and where it is; return the exit code.
+
+    Args:
+        arguments: The command line.
+        metrics: The metrics.
+        results: The samples.
+        *following: The command that shows more.
+    """
+    from .eval.metrics import end_lines, metric_lines
+
     code = FAILED if metrics["dropped_samples"] or metrics["waiting_samples"] else 0
     if arguments.json:
         return say(as_json(metrics), code=code)
-    code = say(*_painted([*metric_lines(metrics), *map(in_options, end_lines(results))]), code=code)
-    tell(f"results in {arguments.output}; look at them: strands-env report {arguments.output} --html --open")
-    return code
+    shown = _painted([*metric_lines(metrics), *map(in_options, end_lines(results))])
+    hint = [f"results in {arguments.output}; see them:", f"  {shlex.join(['strands-env', *following])}"]
+    return say(*shown, "", *hint, code=code)
 
 
 def report_metrics(arguments: argparse.Namespace) -> int:
     """Print the metrics of an evaluation; return the exit code."""
-    from .eval import CheckpointError, read_results, standard_metrics
+    from .eval import read_results, standard_metrics
     from .eval.metrics import costs, end_lines, metric_lines
 
     if writes_page(arguments):
@@ -543,13 +499,10 @@ def report_metrics(arguments: argparse.Namespace) -> int:
         page = functools.partial(report_page, prices=arguments.prices)
         return write_page(arguments, page, "report.html", arguments.folder)
     threshold = arguments.success_threshold
-    try:
-        with waiting(f"reading {arguments.folder}"):
-            run, results = read_results(arguments.folder)
-            n = run.n_samples_per_prompt
-            metrics = standard_metrics(results, n_samples_per_prompt=n, success_threshold=threshold)
-    except CheckpointError as error:
-        raise UsageError(error) from error
+    with reading(arguments.folder):
+        run, results = read_results(arguments.folder)
+        n = run.n_samples_per_prompt
+        metrics = standard_metrics(results, n_samples_per_prompt=n, success_threshold=threshold)
     if arguments.prices is not None:
         metrics |= costs(results, arguments.prices, success_threshold=threshold)
     if arguments.json:
@@ -576,15 +529,13 @@ def watch_run(arguments: argparse.Namespace) -> int:
 
 def track_run(arguments: argparse.Namespace) -> int:
     """Send metrics to a tracker; return the exit code."""
-    from .eval import CheckpointError, read_results, standard_metrics
+    from .eval import read_results, standard_metrics
     from .eval.checkpoint import flat
     from .trackers import open_tracker
     from .watch import EvaluationView, open_run, read_steps
 
     folder = Path(arguments.folder)
-    if arguments.to is None:
-        raise UsageError("--to must be given")
-    try:
+    with reading(arguments.folder):
         opened = open_run(folder)
         if opened is None:
             raise ValueError(f"{folder}: neither results of an evaluation nor metrics.csv of a training run")
@@ -605,8 +556,6 @@ def track_run(arguments: argparse.Namespace) -> int:
         place = (folder if folder.is_dir() else folder.parent) / "tensorboard"
         name = arguments.name or folder.resolve().stem
         tracker = open_tracker(arguments.to, project=arguments.project, run=name, folder=place, config=config)
-    except (CheckpointError, ValueError, ImportError) as error:
-        raise UsageError(error) from error
     with tracker:
         for step, metrics in steps:
             tracker.log(metrics, step)
@@ -618,18 +567,12 @@ def score_results(arguments: argparse.Namespace) -> int:
     from .core import RewardError
     from .eval import CheckpointError, score, standard_metrics
     from .eval.checkpoint import encode, read_run, replace_file, results_file, side_file
-    from .eval.metrics import end_lines, metric_lines
 
     terminal.log(logging.ERROR)
-    missing = [f"--{name}" for name in ("reward", "output") if getattr(arguments, name) is None]
-    if missing:
-        raise UsageError(f"{' and '.join(missing)} must be given")
     if arguments.reward == OWN_REWARD:
         raise UsageError("--reward env: there is no environment; name a reward")
-    try:
+    with reading(arguments.folder):
         run = read_run(arguments.folder)
-    except CheckpointError as error:
-        raise UsageError(error) from error
     try:
         reward = named_reward(arguments)
         results = asyncio.run(
@@ -655,32 +598,70 @@ def score_results(arguments: argparse.Namespace) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         tell(f"strands-env: stopped; {arguments.output} has what is scored, run the same command to continue")
         return STOPPED
-    code = FAILED if metrics["dropped_samples"] or metrics["waiting_samples"] else 0
-    if arguments.json:
-        return say(as_json(metrics), code=code)
-    return say(*_painted([*metric_lines(metrics), *end_lines(results)]), code=code)
+    return say_results(arguments, metrics, results, "compare", arguments.folder, arguments.output)
 
 
 def compare_results(arguments: argparse.Namespace) -> int:
     """Print the difference between two evaluations; return the exit code."""
     import dataclasses
 
-    from .eval import CheckpointError, read_results
+    from .eval import read_results
     from .eval.metrics import compare, comparison_lines
 
+    folders = (arguments.first, arguments.second)
     if writes_page(arguments):
         from .report import comparison_page
 
-        return write_page(arguments, comparison_page, "compare.html", arguments.first, arguments.second)
-    try:
-        with waiting(f"reading {arguments.first} and {arguments.second}"):
-            first, second = (read_results(folder) for folder in (arguments.first, arguments.second))
-            comparison = compare(first, second, success_threshold=arguments.success_threshold)
-    except (CheckpointError, ValueError) as error:
-        raise UsageError(error) from error
+        return write_page(arguments, comparison_page, "compare.html", *folders)
+    with reading(*folders):
+        first, second = map(read_results, folders)
+        comparison = compare(first, second, success_threshold=arguments.success_threshold)
     if arguments.json:
         return say(as_json(dataclasses.asdict(comparison)))
     return say(*_painted(comparison_lines(comparison)))
+
+
+@contextlib.contextmanager
+def reading(*folders: str) -> Iterator[None]:
+    """Show what is read.
+
+    Raises:
+        UsageError: It cannot be read, or used.
+    """
+    from .eval import CheckpointError
+
+    try:
+        with waiting(f"reading {' and '.join(folders)}"):
+            yield
+    except (CheckpointError, ValueError, ImportError) as error:
+        raise UsageError(error) from error
+
+
+def evaluation_in(folder: str) -> str:
+    """Return a folder, or the only results file in it and the folders in it, if it is not that of an evaluation.
+
+    Raises:
+        UsageError: There are several; the message names them.
+    """
+    from .eval.checkpoint import results_file, side_file
+
+    ending = ".run.json"
+    if side_file(results_file(folder), ending).exists():
+        return folder
+    plans = [*Path(folder).glob(f"*{ending}"), *Path(folder).glob(f"*/*{ending}")]
+    found = sorted(f"{plan}".removesuffix(ending) + ".jsonl" for plan in plans)
+    if len(found) > 1:
+        raise UsageError(f"{folder}: there are several evaluations; did you mean {' or '.join(found[:8])}?")
+    if found:
+        tell(f"reading {found[0]}")
+    return found[0] if found else folder
+
+
+def run_in(folder: str) -> str:
+    """Return a folder if it is that of a training run; else what `evaluation_in` returns."""
+    from .watch import open_run
+
+    return evaluation_in(folder) if open_run(folder) is None else folder
 
 
 def writes_page(arguments: argparse.Namespace) -> bool:
@@ -708,19 +689,14 @@ def write_page(arguments: argparse.Namespace, made: Callable[..., str], name: st
     from .eval import CheckpointError
     from .eval.checkpoint import replace_file
 
-    try:
-        with waiting(f"reading {' and '.join(folders)}"):
-            page = made(*folders, success_threshold=arguments.success_threshold)
-    except (CheckpointError, ValueError) as error:
-        raise UsageError(error) from error
+    with reading(*folders):
+        page = made(*folders, success_threshold=arguments.success_threshold)
     output = (arguments.output or Path(name)).absolute()
     try:
         replace_file(output, page.encode("utf-8", "replace"))
     except CheckpointError as error:
         raise UsageError(f"--output {error}") from error
-    if arguments.open:
-        terminal.open_page(output)
-    return say(str(output))
+    return terminal.say_page("strands-env", output, is_opened=arguments.open)
 
 
 async def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
@@ -741,6 +717,23 @@ async def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
 # --- what the command line names ---
 
 
+def check_names(arguments: argparse.Namespace) -> None:
+    """Check that names and files exist, which takes no server and no tokenizer.
+
+    Raises:
+        ValueError: One of them does not.
+    """
+    from .eval.benchmarks import BENCHMARKS
+
+    load(ENVIRONMENTS, arguments.env)
+    if arguments.reward != OWN_REWARD:
+        load(REWARDS, arguments.reward)
+    if arguments.benchmark is not None and arguments.benchmark not in BENCHMARKS:
+        load_benchmark_class(arguments.benchmark, BENCHMARKS)
+    elif arguments.dataset is not None and not Path(arguments.dataset).exists():
+        raise ValueError(f"--dataset {arguments.dataset}: no such file or folder")
+
+
 def model_config(arguments: argparse.Namespace) -> dict[str, Any]:
     """The model's configuration for `build_model_factory`.
 
@@ -752,6 +745,9 @@ def model_config(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in sorted(set.union(*BACKENDS.values()) - BACKENDS[backend]):
         if getattr(arguments, name):
             raise ValueError(f"--{name.replace('_', '-')} does not apply to --backend {backend}")
+    config = dict(arguments.model_args)
+    if arguments.chat_template is not None:
+        config["chat_template"] = Path(arguments.chat_template).read_text(encoding="utf-8")
     tokenizer = arguments.tokenizer
     if arguments.model is None and tokenizer is None:
         if backend != "sglang":
@@ -766,9 +762,6 @@ def model_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "client": arguments.client_args or None,
     }
     sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "max_new_tokens")}
-    config = dict(arguments.model_args)
-    if arguments.chat_template is not None:
-        config["chat_template"] = Path(arguments.chat_template).read_text(encoding="utf-8")
     return {
         "backend": backend,
         **{name: value for name, value in given.items() if value is not None},
@@ -845,7 +838,7 @@ def model_factory_of(arguments: argparse.Namespace, model: dict[str, Any]) -> An
     except OSError as error:
         option = "--model" if arguments.tokenizer is None else "--tokenizer"
         name = arguments.tokenizer or arguments.model
-        raise ValueError(f"{option} {name}: the tokenizer cannot be loaded: {error}") from error
+        raise ValueError(f"{option} {name}: {str(error).removeprefix(f'{name}: ')}") from error
     except ModelArgumentError as error:
         option = {"client": "--client-args", "config": "--model-args"}[error.field]
         raise ValueError(f"{option}: {in_options(str(error))}") from error

@@ -181,12 +181,12 @@ class TrackioTracker(_Base):
 
 
 TRACKERS = {
-    "tensorboard": "tensorboardX",
+    "tensorboard": "-e '.[tensorboard]'",
     "wandb": "wandb",
     "mlflow": "mlflow",
     "trackio": "trackio",
 }
-"""The package that each tracker needs, by name."""
+"""What pip installs for each tracker, by name."""
 
 
 def open_tracker(

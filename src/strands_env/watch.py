@@ -25,11 +25,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from strands_sglang import terminal
 from strands_sglang.credit import RowsFileError, TrainingRows
-from strands_sglang.terminal import visible
+from strands_sglang.terminal import visible, wrapped
 
 from .eval.checkpoint import CheckpointError, EvalSample, ResultsReader, read_status, results_file, side_file
-from .eval.metrics import end_lines, metric_lines, standard_metrics, wrapped
+from .eval.metrics import end_lines, metric_lines, shortened, standard_metrics
 
 WINDOW_S = 300.0
 """Seconds over which a rate is measured."""
@@ -38,6 +39,9 @@ SLOWEST = 3
 STEPS_SHOWN = 8
 FIRST_COLUMNS = ("step", "version", "reward", "staleness_mean", "staleness_max", "seconds")
 """Columns of a training run that are shown before others."""
+
+_FAILURES = ("dropped", "errored", "last failure")
+"""What lines about failures begin with."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -50,9 +54,10 @@ class View:
         title: What is watched.
         done: Samples or steps that are finished.
         total: All of them; None if it is unknown.
-        lines: The text below the progress, in at most 80 columns.
+        lines: The text below the progress.
         is_over: Whether nothing more will come.
-        alarms: What needs a hand, in at most 80 columns; shown above the text.
+        alarms: What needs a hand; shown above the text.
+        headline: The number that matters most; shown above the progress.
     """
 
     title: str
@@ -61,10 +66,11 @@ class View:
     lines: list[str]
     is_over: bool = False
     alarms: Sequence[str] = ()
+    headline: str = ""
 
     def __rich__(self) -> RenderableType:
         """Lay out the view, with control characters written out."""
-        parts: list[RenderableType] = [Text(visible(self.title), style="bold")]
+        parts: list[RenderableType] = [Text(visible(line), "bold") for line in (self.title, self.headline) if line]
         if self.total:
             bar = Table.grid(padding=(0, 1))
             shown = f"{self.done}/{self.total}"
@@ -73,7 +79,7 @@ class View:
             parts.append(bar)
         parts += [Text(line, style="red") for line in map(visible, self.alarms)]
         for line in map(visible, self.lines):
-            parts.append(Text(line, style="red" if line.startswith(("dropped", "errored", "left out")) else ""))
+            parts.append(Text(line, style="red" if line.startswith(_FAILURES) else ""))
         return Group(*parts)
 
 
@@ -150,7 +156,7 @@ class EvaluationView:
         """
         self.success_threshold = 1.0
         self._reader = ResultsReader(path)
-        self._shown: tuple[Any, list[str]] = (None, [])
+        self._shown: tuple[Any, list[str], str] = (None, [], "")
 
     def __call__(self, now: float) -> View:
         """Read what is new.
@@ -182,11 +188,13 @@ class EvaluationView:
             told = [f"{sample.prompt_id}#{sample.sample_index} {duration(sample.seconds)}" for sample in slowest]
             lines = [*metric_lines(metrics), "", *end_lines(results)]
             lines += wrapped(f"slowest: {', '.join(told)}") if told else []
-            self._shown = ((self._reader.state, running), lines)
+            interval = ", {pass@1_low:.2f} to {pass@1_high:.2f}" if "pass@1_low" in metrics else ""
+            headline = ("pass@1 {pass@1:.2f}" + interval).format_map(metrics) if "pass@1" in metrics else ""
+            self._shown = ((self._reader.state, running), lines, headline)
         title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
         missing = 0 if alarms else total - finished  # how long an outage lasts is unknown
-        lines = [*pace_lines(samples, missing, now), "", *self._shown[1]]
-        return View(title, finished, total, lines, is_over=finished >= total, alarms=alarms)
+        lines = [*pace_lines(samples, missing, now), *failure_lines(samples, now), "", *self._shown[1]]
+        return View(title, finished, total, lines, finished >= total, alarms, self._shown[2])
 
 
 def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[str]:
@@ -208,6 +216,22 @@ def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[
     rate = (len(recent) - 1) / max(now - recent[0], 1e-3)
     left = f", {duration(missing / rate)} left" if missing else ""
     return [f"{rate * 60:.1f} samples a minute{left}, {since}"]
+
+
+def failure_lines(samples: Sequence[EvalSample], now: float) -> list[str]:
+    """The last sample that failed, when and why.
+
+    Args:
+        samples: The samples that have ended.
+        now: The time, in seconds since 1970.
+    """
+    failed = [sample for sample in samples if sample.is_errored or not sample.is_finished]
+    if not failed:
+        return []
+    last = max(failed, key=lambda sample: sample.ended_at or 0.0)
+    ago = "" if last.ended_at is None else f" {duration(max(0.0, now - last.ended_at))} ago"
+    why = last.step_result.error or last.step_result.reward_error or last.step_result.termination_reason.value
+    return wrapped(f"last failure{ago}: {last.prompt_id}#{last.sample_index}: {shortened(why)}")
 
 
 def duration(seconds: float) -> str:
@@ -246,12 +270,14 @@ class TrainingView:
         if steps:
             changed = path.stat().st_mtime
             lines += [*self._pace(steps, total, max(0.0, now - changed)), ""]
-            lines += [*step_table(names, steps[-STEPS_SHOWN:]), ""]
+            lines += [*step_table(names, steps[-STEPS_SHOWN:], width=terminal.width()), ""]
         for name in ("reward", "staleness_mean"):
             values = [step.get(name, math.nan) for step in steps]
             finite = [value for value in values if math.isfinite(value)]
             if finite:
-                lines.append(f"{name:<15}{spark(values[-40:])}  {finite[0]:.4g} -> {finite[-1]:.4g}")
+                low, high = min(finite), max(finite)
+                told = f"{finite[0]:.4g} -> {finite[-1]:.4g}, between {low:.4g} and {high:.4g}"
+                lines.append(f"{name:<15}{spark(values[-40:])}  {told if low < high else f'{low:.4g} in each step'}")
         lines += self._outcomes()
         is_over = total is not None and len(steps) >= total
         return View(f"{self._folder.name}: training", len(steps), total, lines, is_over=is_over)

@@ -298,8 +298,8 @@ def report_lines(check: ModelCheck) -> Iterator[str]:
     for piece in check.example:
         yield ""
         yield paint(f"{piece.kind}, {counted(len(piece.tokens), 'token')}", "bold")
-        styles = ("green",) if piece.kind == "sampled" else ()
-        for line in token_lines([(repr(token)[1:-1], styles) for token in piece.tokens], width() - 2):
+        color = "green" if piece.kind == "sampled" else None
+        for line in token_lines([(repr(token)[1:-1], color) for token in piece.tokens], width() - 2):
             yield f"  {line}"
     if check.server is not None:
         yield ""
@@ -313,12 +313,12 @@ def _server_lines(server: RoundTrip) -> Iterator[str]:
         for line in fact_lines([("FAILED", told)], column=17):
             yield line.replace("FAILED", paint("FAILED", "red"), 1)
         return
-    counted = "one sequence" if server.sequences == 1 else f"{server.sequences} sequences"
+    sampled = counted(server.sampled_tokens, "token")
     yield from fact_lines(
         [
             ("tokenizer", "the served one" if server.tokenizer_proven else "UNPROVEN: the server has no /tokenize"),
             ("context", server.context_length or "not reported"),
-            ("round trip", f"{server.sampled_tokens} tokens sampled in two turns, {counted}"),
+            ("round trip", f"{sampled} sampled in two turns, {counted(server.sequences, 'sequence')}"),
             ("", f"the second call {server.reason}"),
         ],
         column=17,

@@ -10,13 +10,18 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from . import terminal
-from .terminal import json_object, tell, visible, waiting
+from . import __version__, terminal
+from .terminal import UsageError, json_object, naming, paint, tell, visible, waiting, wrapped
+
+if TYPE_CHECKING:
+    from .inspection.records import Group
 
 FAILED = terminal.FAILED
 WRONG_USAGE = terminal.WRONG_USAGE
@@ -25,7 +30,11 @@ UNSUPPORTED = 3
 DEFAULT_PORT = 30000
 """SGLang's own."""
 
+SEE_ALSO = """see also:
+  strands-env report, watch and compare: the metrics of a whole run"""
+
 say = functools.partial(terminal.say, "strands-sglang")
+say_page = functools.partial(terminal.say_page, "strands-sglang")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,29 +46,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal.accept_any_text()
     try:
         arguments = build_parser().parse_args(argv)
+        return int(arguments.run(arguments))
     except SystemExit as ended:  # the parser has printed its help, or an error
         raise SystemExit(say(code=ended.code)) from None
-    return int(arguments.run(arguments))
+    except UsageError as error:
+        tell(visible(str(error)))
+        return WRONG_USAGE
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; `run` in its result is the subcommand's function."""
     parser, add = terminal.command_parser(
         "strands-sglang",
-        "Check a model before you train it, serve one on your CPU, and look into recorded\nepisodes.",
-        "example:\n  strands-sglang check Qwen/Qwen3-8B\n\n"
-        "`strands-env` runs evaluations, and shows them: report, watch, compare.",
+        __version__,
+        "Check a model before you train it, look into recorded episodes token by token, and serve a model on your CPU.",
+        f"example:\n  strands-sglang check Qwen/Qwen3-8B\n\n{SEE_ALSO}",
     )
 
     command = add(
-        "serve",
         serve,
-        "[OPTIONS]",
-        help="run an SGLang server on this machine's CPU",
-        description="Run an SGLang server on this machine's CPU until Ctrl-C. The first run installs\n"
-        "SGLang in a separate environment. The server's address goes to standard\n"
-        "output once the server is healthy, everything else to standard error.",
-        epilog="example:\n  strands-sglang serve --model models/Qwen3-0.6B --port 30000",
+        "serve [OPTIONS]",
+        "run an SGLang server on this machine's CPU",
+        "Run an SGLang server on this machine's CPU until Ctrl-C. The first run installs SGLang in a separate "
+        "environment. The server's address goes to standard output once the server is healthy, everything else to "
+        "standard error.",
+        "example:\n  strands-sglang serve --model models/Qwen3-0.6B --port 30000",
     )
     command.add_argument(
         "--model", type=Path, metavar="PATH", help="a Hugging Face model folder (default: SmolLM2-135M-Instruct)"
@@ -74,14 +85,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     command = add(
-        "check",
         check,
-        "MODEL [OPTIONS]",
-        help="show what is proven about a model's chat template",
-        description="Show a model's family, its tool parser and the tokens that end a turn, which\n"
-        "prompts can be continued exactly, and a small conversation token by token. Exit\n"
-        "with 1 if something is unproven.",
-        epilog="example:\n  strands-sglang check Qwen/Qwen3-8B --server http://localhost:30000",
+        "check MODEL [OPTIONS]",
+        "show what is proven about a model's chat template",
+        "Show a model's family, its tool parser and the tokens that end a turn, which prompts can be continued "
+        "exactly, and a small conversation token by token. Exit with 1 if something is unproven, or if the model "
+        "does not see its tools.",
+        "example:\n  strands-sglang check Qwen/Qwen3-8B --server http://localhost:30000",
     )
     command.add_argument("model", metavar="MODEL", help="a Hugging Face model folder, or a name on the Hub")
     command.add_argument(
@@ -104,69 +114,60 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
 
-    command = add(
-        "view",
-        view,
-        "FILE... [OPTIONS]",
-        help="make an HTML page that explains every token of recorded episodes",
-        description="Make one HTML page from trajectories, the folder of an evaluation or of a\n"
-        "training step, or the files of another library. It shows every token with its\n"
-        "origin and its credit, sibling episodes side by side, and what the doctor finds.\n"
-        "The page works offline and requests nothing. Its path goes to standard output.",
-        epilog="example:\n  strands-sglang view runs/step-000003 --open",
+    viewing = add(
+        inspect,
+        "view FILE... [OPTIONS]",
+        "make an HTML page that explains every token of recorded episodes",
+        "Make one HTML page from trajectories, the folder of an evaluation or of a training step, or the files of "
+        "another library. It shows every token with its origin and its credit, sibling episodes side by side, and "
+        "what the doctor finds. The page works offline and requests nothing. Its path goes to standard output.",
+        f"example:\n  strands-sglang view runs/step-000003 --open\n\n{SEE_ALSO}",
     )
-    command.add_argument("files", metavar="FILE", nargs="+", type=Path, help="a file or folder of recorded episodes")
-    command.add_argument(
-        "-o", "--output", metavar="PAGE", type=Path, help="the page to write (default: view.html in this folder)"
-    )
-    command.add_argument("--open", action="store_true", help="open the page in the browser")
-    add_tokenizer(command)
+    terminal.add_page_options(viewing, "view.html")
 
-    command = add(
-        "doctor",
-        doctor,
-        "FILE... [OPTIONS]",
-        help="find what is wrong with recorded episodes",
-        description="Compare recorded episodes with everything that can be derived from their own\n"
-        "parts, and print a line per finding: its kind, where it is, and why. Files are\n"
-        "trajectories, step folders of a training run, the folder of an evaluation,\n"
-        "OpenEnv traces, verifiers records and rollout dumps of slime. Exit with 0 if\n"
-        "nothing is wrong, 1 if something is, 2 if a file cannot be read.",
-        epilog="example:\n  strands-sglang doctor runs/step-000003",
+    checking = add(
+        inspect,
+        "doctor FILE... [OPTIONS]",
+        "find what is wrong with recorded episodes",
+        "Compare recorded episodes with everything that can be derived from their own parts, and print a line per "
+        "finding: its kind, where it is, and why. Files are trajectories, step folders of a training run, the folder "
+        "of an evaluation, OpenEnv traces, verifiers records and rollout dumps of slime. Exit with 0 if nothing is "
+        "wrong, 1 if something is, 2 if a file cannot be read.",
+        f"example:\n  strands-sglang doctor runs/step-000003\n\n{SEE_ALSO}",
     )
-    command.add_argument("files", nargs="+", metavar="FILE", help="files and folders")
-    add_tokenizer(command)
-    command.add_argument("--json", action="store_true", help="print the findings as JSON")
+    checking.add_argument("--json", action="store_true", help="print the findings as JSON")
 
-    command = add(
-        "show",
-        show,
-        "FILE [OPTIONS]",
-        help="show the turns and tokens of recorded episodes",
-        description="Show a file's episodes as trees of turns, each with its reason, and the tokens\n"
-        "of one turn with a color for what --color names.",
-        epilog="example:\n  strands-sglang show episode.safetensors --turn 2 --color logprob",
+    showing = add(
+        inspect,
+        "show FILE... [OPTIONS]",
+        "show the turns and tokens of recorded episodes",
+        "Show episodes as trees of turns, each with its reason, and the tokens of one turn with a color for what "
+        "--color names.",
+        f"example:\n  strands-sglang show episode.safetensors --turn 2 --color logprob\n\n{SEE_ALSO}",
     )
-    command.add_argument("file", metavar="FILE", help="a file or folder, as for `doctor`")
-    command.add_argument("--episode", metavar="ID", help="show this episode only (default: all)")
-    command.add_argument("--turn", type=int, metavar="N", help="the turn whose tokens are shown (default: the last)")
-    command.add_argument(
+    showing.add_argument("--episode", metavar="ID", help="show this episode only (default: all)")
+    showing.add_argument("--turn", type=int, metavar="N", help="the turn whose tokens are shown (default: the last)")
+    showing.add_argument(
         "--color",
         choices=("writer", "mask", "logprob", "version", "advantage"),
         default="writer",
         help="what the color of a token tells (default: %(default)s)",
     )
-    add_tokenizer(command)
+    for look, command in ((view, viewing), (doctor, checking), (show, showing)):
+        command.set_defaults(look=look)
+        command.add_argument(
+            "files",
+            nargs="+",
+            metavar="FILE",
+            type=Path,
+            help="a file or folder of recorded episodes, or a folder with one of them in it",
+        )
+        command.add_argument(
+            "--tokenizer",
+            metavar="FOLDER",
+            help="folder of the model's tokenizer: measure drift, and show the text of tokens where files lack it",
+        )
     return parser
-
-
-def add_tokenizer(command: argparse.ArgumentParser) -> None:
-    """Add the option that names the tokenizer of recorded episodes."""
-    command.add_argument(
-        "--tokenizer",
-        metavar="FOLDER",
-        help="folder of the model's tokenizer: measure drift, and show the text of tokens where files lack it",
-    )
 
 
 def port_number(text: str) -> int:
@@ -182,29 +183,19 @@ def check(arguments: argparse.Namespace) -> int:
 
     from .families import get_family
 
-    model = arguments.model
-    try:
-        if arguments.family is not None:
+    model, file = arguments.model, arguments.chat_template
+    if arguments.family is not None:
+        with naming("--family"):
             get_family(arguments.family)
-    except ValueError as error:
-        tell(f"--family: {error}")
-        return WRONG_USAGE
-    try:
-        with waiting(f"loading the tokenizer of {model}"):  # imports transformers
-            from .check import check_model, report_lines
-            from .client.shared import get_tokenizer
+    template = None
+    if file is not None:
+        with naming("--chat-template", file):
+            template = file.read_text(encoding="utf-8")
+    with naming("", model), waiting(f"loading the tokenizer of {model}"):  # imports transformers
+        from .check import check_model, report_lines
+        from .client.shared import get_tokenizer
 
-            tokenizer = get_tokenizer(model, trust_remote_code=arguments.trust_remote_code)
-    except (OSError, ValueError) as error:
-        told = str(error)
-        where = "" if told.startswith(f"{model}: ") else f"{model}: the tokenizer cannot be loaded: "
-        tell(where + told)
-        return WRONG_USAGE
-    try:
-        template = None if arguments.chat_template is None else arguments.chat_template.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        tell(f"--chat-template {arguments.chat_template}: {error}")
-        return WRONG_USAGE
+        tokenizer = get_tokenizer(model, trust_remote_code=arguments.trust_remote_code)
     try:
         with waiting(f"checking {model}" + (f" with {arguments.server}" if arguments.server else "")):
             report = asyncio.run(
@@ -220,81 +211,80 @@ def check(arguments: argparse.Namespace) -> int:
             )
     except ValueError as error:  # ChatTemplateError is one
         told = str(error)
-        if told.startswith("base_url"):
-            where = told.replace("base_url", "--server", 1)
-        else:
-            where = f"{model if template is None else f'--chat-template {arguments.chat_template}'}: {told}"
-        tell(where)
-        return WRONG_USAGE
+        if not told.startswith("base_url"):
+            raise UsageError(f"{model if file is None else f'--chat-template {file}'}: {told}") from error
+        raise UsageError(told.replace("base_url", "--server", 1)) from error
     code = 0 if report.is_proven else FAILED
     if arguments.json:
         return say(json.dumps(report.as_dict(), indent=2), code=code)
     return say(*report_lines(report), code=code)
 
 
-def view(arguments: argparse.Namespace) -> int:
+def inspect(arguments: argparse.Namespace) -> int:
+    """Read recorded episodes and do with them what the subcommand is for; return the exit code."""
+    from .inspection.reading import UnreadableError, held_in, read
+
+    try:
+        with waiting(f"reading {', '.join(map(str, arguments.files))}"):
+            paths = [held_in(file) for file in arguments.files]
+            groups = read(paths, tokenizer=arguments.tokenizer)
+        for path in paths:
+            if path not in arguments.files:
+                tell(f"reading {path}")
+        return int(arguments.look(arguments, groups))
+    except UnreadableError as error:
+        raise UsageError(error) from error
+
+
+def view(arguments: argparse.Namespace, groups: list[Group]) -> int:
     """Write the page of recorded episodes; return the exit code."""
     from .inspection.doctor import findings
-    from .inspection.reading import UnreadableError, read
     from .trajectory.storage import write_file
+    from .viewer import PageTooLargeError, check_size, render
 
-    names = ", ".join(map(str, arguments.files[:3])) + (", ..." if len(arguments.files) > 3 else "")
     try:
-        with waiting(f"reading {names}"):
-            from .viewer import PageTooLargeError, check_size, render
-
-            groups = read(arguments.files, tokenizer=arguments.tokenizer)
+        with waiting("making the page"):
             check_size(groups)
             page = render(groups, findings(groups))
-    except (UnreadableError, PageTooLargeError) as error:
-        tell(visible(str(error)))
-        return WRONG_USAGE
+    except PageTooLargeError as error:
+        raise UsageError(error) from error
     output = (arguments.output or Path("view.html")).absolute()
     try:
         write_file(output, page.encode("utf-8", "replace"))
     except OSError as error:
         tell(f"--output {output}: {error.strerror or error}")
         return FAILED
-    if arguments.open:
-        terminal.open_page(output)
-    return say(str(output))
+    return say_page(output, is_opened=arguments.open)
 
 
-def doctor(arguments: argparse.Namespace) -> int:
+def doctor(arguments: argparse.Namespace, groups: list[Group]) -> int:
     """Print what is wrong with recorded episodes; return the exit code."""
     from dataclasses import asdict
 
     from .inspection.doctor import findings, lines, summary
-    from .inspection.reading import UnreadableError, read
 
-    try:
-        with waiting("reading"):
-            groups = read(arguments.files, tokenizer=arguments.tokenizer)
-    except UnreadableError as error:
-        tell(visible(str(error)))
-        return WRONG_USAGE
     with waiting("checking"):
         found = findings(groups)
     code = FAILED if found else 0
     if arguments.json:
-        shown = [{**asdict(finding), "where": finding.where} for finding in found]
-        return say(json.dumps(shown, ensure_ascii=True, indent=2), code=code)
-    return say(*lines(found), summary(groups, found), code=code)
+        listed = [{**asdict(finding), "where": finding.where} for finding in found]
+        return say(json.dumps(listed, ensure_ascii=True, indent=2), code=code)
+    shown: list[str] = []
+    for line in lines(found):
+        kind = line.partition(":")[0]
+        first, *others = wrapped(line) if terminal.is_terminal(sys.stdout) else [line]  # a line each
+        shown += [first.replace(kind, paint(kind, "red"), 1), *others]
+    code = say(*shown, paint(summary(groups, found), "red" if found else "green"), code=code)
+    if found and code == FAILED:  # not if no one reads the output
+        tell(f"next: {shlex.join(['strands-sglang', 'view', *map(str, arguments.files), '--open'])}")
+    return code
 
 
-def show(arguments: argparse.Namespace) -> int:
+def show(arguments: argparse.Namespace, groups: list[Group]) -> int:
     """Print the turns and tokens of recorded episodes; return the exit code."""
-    from .inspection.reading import UnreadableError, read
     from .inspection.show import episode_lines
 
-    try:
-        with waiting("reading"):
-            groups = read([arguments.file], tokenizer=arguments.tokenizer)
-        shown = list(episode_lines(groups, arguments.episode, arguments.turn, arguments.color))
-    except UnreadableError as error:
-        tell(visible(str(error)))
-        return WRONG_USAGE
-    return say(*shown)
+    return say(*episode_lines(groups, arguments.episode, arguments.turn, arguments.color))
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -319,7 +309,8 @@ def serve(arguments: argparse.Namespace) -> int:
             python, model, host=arguments.host, port=arguments.port or None, progress=tell
         ) as server:
             tell(f"model and tokenizer: {model}")
-            tell("press Ctrl-C to stop it")
+            command = ["strands-sglang", "check", str(model), "--server", server.base_url]
+            tell(f"press Ctrl-C to stop it; try it: {shlex.join(command)}")
             unread = say(server.base_url)
             if unread:
                 return unread

@@ -1,8 +1,8 @@
-"""What the commands `strands-sglang` and `strands-env` print: results, messages, tables of facts, progress.
+"""What the commands `strands-sglang` and `strands-env` share: their parsers, and how they print.
 
-Results go to standard output, everything else to standard error. Texts fit the terminal, and into 80 columns elsewhere.
+Results go to standard output, everything else to standard error. Texts fit into the terminal, or into 80 columns.
 Colors and progress appear on a terminal only; `NO_COLOR` switches colors off (no-color.org), `FORCE_COLOR` on
-(force-color.org).
+(force-color.org). Red is for failures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import textwrap
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,46 +32,88 @@ PROGRESS_AFTER = 2.0
 """Seconds of silence before a wait is shown."""
 
 _CODES = {"bold": "1", "underline": "4", "red": "31", "green": "32", "yellow": "33"}
-_CODES |= {f"shade {number}": f"97;48;5;{code}" for number, code in enumerate((22, 58, 94, 130, 124))}
-_COLORED = re.compile(r"(\n|\x1b\[(?:0|1|4|3[123]|97;48;5;[0-9]+)m)")
+
+SHADES = (
+    (-0.1, "166;219;160"),
+    (-0.5, "217;240;211"),
+    (-1.0, "247;247;200"),
+    (-2.0, "253;200;120"),
+    (-4.0, "225;160;230"),
+    (float("-inf"), "190;130;215"),
+)
+"""Backgrounds of logprobs, by the least of each; the text on them is black."""
+
+_CODES |= {shade: f"38;2;0;0;0;48;2;{shade}" for _, shade in SHADES}
+_COLORED = re.compile(rf"(\n|\x1b\[(?:0|{'|'.join(_CODES.values())})m)")
 _PLAIN = re.compile(r"(\n)")
 """What of a text a terminal interprets: ends of lines, and where there are colors, those of `paint`."""
 
 
-def command_parser(
-    prog: str, description: str, epilog: str
-) -> tuple[argparse.ArgumentParser, Callable[..., argparse.ArgumentParser]]:
+def command_parser(prog: str, version: str, about: str, end: str) -> tuple[argparse.ArgumentParser, Callable[..., Any]]:
     """Return the parser of a command, and the function that adds a subcommand to it.
 
-    The function takes the subcommand's name, the function that runs it, the usage after the name, and the further
-    arguments of `add_parser`. `run` in what is parsed is that function; the bare command prints its help.
+    That function takes the one that runs the subcommand, its name and arguments, what it does in a few words and in
+    full, and the text below its options; it returns the subcommand's parser. `run` in what is parsed is the function
+    that runs it. Without a subcommand, that one prints the help.
 
     Args:
         prog: Name of the command.
-        description: What it is for.
-        epilog: An example, and where else to look.
+        version: Its version.
+        about: What it is for.
+        end: The text below the subcommands.
     """
-    from . import __version__
-
-    raw = argparse.RawDescriptionHelpFormatter
-    epilog += f"\n\n`{prog} COMMAND --help` describes a command."
-    usage = f"{prog} COMMAND [OPTIONS]"
-    parser = argparse.ArgumentParser(prog, usage, description, epilog, formatter_class=raw)
-    parser.add_argument("--version", action="version", version=f"{prog} {__version__}")
+    end += f"\n\n`{prog} COMMAND --help` describes a command."
+    parser = argparse.ArgumentParser(prog, f"{prog} COMMAND [OPTIONS]", about, end, formatter_class=_HelpFormatter)
+    parser.add_argument("--version", action="version", version=f"{prog} {version}")
     parser.set_defaults(run=lambda arguments: say(prog, *parser.format_help().splitlines(), code=WRONG_USAGE))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog=prog)
 
-    def add(name: str, run: Callable[..., int], usage: str = "", **described: Any) -> argparse.ArgumentParser:
-        usage = f"{prog} {name} {usage}".rstrip()
-        command = commands.add_parser(name, usage=usage, formatter_class=raw, **described)
+    def add(
+        run: Callable[[argparse.Namespace], int], usage: str, summary: str, about: str, end: str
+    ) -> argparse.ArgumentParser:
+        described: dict[str, Any] = {"description": about, "epilog": end, "formatter_class": _HelpFormatter}
+        command = commands.add_parser(usage.split()[0], help=summary, usage=f"{prog} {usage}", **described)
         command.set_defaults(run=run)
         return command
 
     return parser, add
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wraps each line of a text of its own; indented ones stay whole, so that examples can be copied."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.splitlines()
+        return "\n".join(
+            line if line[:1] in ("", " ") else super(_HelpFormatter, self)._fill_text(line, width, indent)
+            for line in lines
+        )
+
+
+class UsageError(Exception):
+    """The command line, or something named on it, is wrong."""
+
+
+@contextlib.contextmanager
+def naming(what: str, name: object = "") -> Iterator[None]:
+    """Name what is wrong if it is wrong.
+
+    Args:
+        what: The option or argument.
+        name: Its value, with which an error may begin.
+
+    Raises:
+        UsageError: It is wrong.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        told = " ".join(str(error).split()).removeprefix(f"{name}: ")
+        raise UsageError(f"{what} {name}".strip() + f": {told}") from error
+
+
 def json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object, as a `type` of `add_argument`."""
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -79,6 +121,23 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
     return value
+
+
+def add_page_options(command: argparse.ArgumentParser, name: str) -> None:
+    """Add the options of a command that writes a page."""
+    command.add_argument(
+        "-o", "--output", metavar="PAGE", type=Path, help=f"the page to write (default: {name} in this folder)"
+    )
+    command.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
+def say_page(command: str, page: Path, *, is_opened: bool) -> Any:
+    """Print the path of a page, and open it in the browser if that is asked for; return the exit code."""
+    import webbrowser
+
+    if is_opened and not webbrowser.open(page.as_uri()):
+        tell("no browser can be opened here")
+    return say(command, str(page))
 
 
 def say(command: str, *lines: str, code: Any = 0) -> Any:
@@ -106,14 +165,6 @@ def tell(line: str) -> None:
     _print(f"{_shown(without_credentials(line))}\n", sys.stderr)
 
 
-def open_page(path: Path) -> None:
-    """Open a page in the browser; say so if there is none."""
-    import webbrowser
-
-    if not webbrowser.open(path.absolute().as_uri()):
-        tell("no browser can be opened here")
-
-
 def accept_any_text() -> None:
     """Let standard output write out what its encoding lacks, as standard error does."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # not a file, or a closed one
@@ -132,60 +183,29 @@ class _VisibleFormatter(logging.Formatter):
         return _shown(super().format(record))
 
 
-def paint(text: str, *styles: str) -> str:
-    """Style a text for standard output.
+def paint(text: str, *styles: str | None) -> str:
+    """Color a text for standard output.
 
     Args:
         text: The text.
-        *styles: "bold", "underline", "red", "green", "yellow", or a background: "shade 0" (green) to "shade 4" (red).
+        *styles: "bold", "underline", "red", "green", "yellow", or one of `SHADES`; None for none.
 
     Returns:
         The text itself if standard output is not a terminal, or `NO_COLOR` is set; colored wherever `FORCE_COLOR` is.
     """
-    if not styles or not has_colors():
-        return text
-    return "".join(f"\x1b[{_CODES[style]}m" for style in styles) + f"{text}\x1b[0m"
-
-
-def token_lines(tokens: Iterable[tuple[str, Sequence[str]]], columns: int) -> Iterator[str]:
-    """Yield lines of tokens: every second one is underlined; without colors, there is a middle dot between them.
-
-    Args:
-        tokens: The text of each token, and its styles.
-        columns: Most columns of a line; a longer token continues in the next line.
-    """
-    mark = "" if has_colors() else "·"
-    line, used = "", 0
-    for number, (text, styles) in enumerate(tokens):
-        styles = (*styles, "underline") if number % 2 else styles
-        if line and used + len(mark) + columns_of(text) > columns:
-            yield line
-            line, used = "", 0
-        if line:
-            line, used = line + mark, used + len(mark)
-        while columns_of(text) > columns:
-            cut = next(end for end in range(len(text), 0, -1) if columns_of(text[:end]) <= columns)
-            yield paint(text[:cut], *styles)
-            text = text[cut:]
-        line, used = line + paint(text, *styles), used + columns_of(text)
-    if line:
-        yield line
-
-
-def columns_of(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+    codes = "".join(f"\x1b[{_CODES[style]}m" for style in styles if style)
+    return f"{codes}{text}\x1b[0m" if codes and has_colors() else text
 
 
 def width() -> int:
     """Return the columns of the terminal that standard output is, 40 at least; 80 if it is none."""
-    return max(40, shutil.get_terminal_size((80, 24)).columns) if _is_terminal(sys.stdout) else 80
+    return max(40, shutil.get_terminal_size((80, 24)).columns) if is_terminal(sys.stdout) else 80
 
 
 def has_colors() -> bool:
-    """Whether standard output takes colors."""
+    """Whether standard output is colored."""
     return bool(os.environ.get("FORCE_COLOR")) or not (
-        os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(sys.stdout)
+        os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not is_terminal(sys.stdout)
     )
 
 
@@ -241,6 +261,42 @@ def fact_lines(facts: Iterable[tuple[str, object]], *, column: int) -> Iterator[
         yield from lines or [name]
 
 
+def token_lines(tokens: Iterable[tuple[str, str | None]], columns: int) -> Iterator[str]:
+    """Lines of tokens, of which every other one is underlined; without colors, a dot separates them.
+
+    Args:
+        tokens: The text of each token and its style, as for `paint`.
+        columns: Width of a line; a token that is wider is broken.
+    """
+    dot = "" if has_colors() else "\N{MIDDLE DOT}"
+    line, used = "", 0
+    for number, (text, color) in enumerate(tokens):
+        styles = (color, "underline" if number % 2 else None)
+        if used and used + len(dot) + _columns(text) > columns:
+            yield line
+            line, used = "", 0
+        while _columns(text) > columns:
+            cut = next(end for end in range(len(text), 0, -1) if _columns(text[:end]) <= columns)
+            yield paint(text[:cut], *styles)
+            text = text[cut:]
+        before = dot if used else ""
+        line += before + paint(text, *styles)
+        used += len(before) + _columns(text)
+    if used:
+        yield line
+
+
+def _columns(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def wrapped(line: str) -> list[str]:
+    """A line in parts that fit the terminal, with control characters written out; paths stay whole."""
+    further = line[: len(line) - len(line.lstrip())] + "  "
+    shown = visible(line)
+    return textwrap.wrap(shown, width(), subsequent_indent=further, break_long_words=False, break_on_hyphens=False)
+
+
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Show on a terminal what is being waited for, with the seconds, if it takes long.
@@ -248,7 +304,7 @@ def waiting(what: str) -> Iterator[None]:
     Args:
         what: What the program does, such as "loading the tokenizer".
     """
-    if not _is_terminal(sys.stderr):
+    if not is_terminal(sys.stderr):
         yield
         return
     done = threading.Event()
@@ -271,7 +327,8 @@ def _show(what: str, done: threading.Event) -> None:
         _print(f"\r{' ' * (width() - 1)}\r" if os.environ.get("TERM") == "dumb" else "\r\x1b[K", sys.stderr)
 
 
-def _is_terminal(stream: TextIO | None) -> bool:
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal."""
     try:
         return stream is not None and stream.isatty()
     except ValueError:  # closed

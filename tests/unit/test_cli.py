@@ -120,6 +120,22 @@ def test_a_bare_command_prints_its_help_and_version_its_version(command, main, c
     assert re.fullmatch(rf"{command} \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("name", ["view", "doctor", "show"])
+def test_help_names_the_commands_that_show_whole_runs(name, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    assert "strands-env report, watch and compare" in capsys.readouterr().out
+
+
+def test_help_fits_a_narrow_terminal_but_leaves_examples_whole(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "48")
+    with pytest.raises(SystemExit):
+        cli.main(["view", "--help"])
+    about, examples = capsys.readouterr().out.split("example:")
+    assert max(map(len, about.splitlines())) <= 48
+    assert "\n  strands-sglang view runs/step-000003 --open\n" in examples
+
+
 def test_help_names_the_subcommands(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["--help"])

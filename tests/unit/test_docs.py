@@ -284,7 +284,7 @@ def test_the_page_of_commands_is_what_they_print(monkeypatch):
         for name, command in choices.items():
             shown = command.format_help()
             assert max(map(len, shown.splitlines())) <= 80
-            program, *example = shlex.split(shown.partition("\nexample:\n")[2].replace("\\\n", " "))
+            program, *example = shlex.split(re.search(r"\nexample:\n((?:  .*\n)+)", shown)[1].replace("\\\n", " "))
             assert program == parser.prog and parser.parse_args(example).run == command.get_default("run")
             text += f"\n## {parser.prog} {name}\n\n```text\n{shown}```\n"
     page = DOCS / "reference/commands.md"

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from strands_sglang import terminal
 
@@ -67,6 +68,34 @@ def test_facts_fit_into_80_columns_and_paths_stay_whole():
     assert lines[0] == f"model     {path}"
     assert all(len(line) <= 80 and line[10] != " " for line in lines[1:-1])
     assert lines[1].startswith("reason    word") and lines[-1] == "none"
+
+
+@pytest.mark.parametrize(("screen", "shown"), [(10, 40), (70, 70), (132, 132)])
+def test_texts_are_as_wide_as_the_terminal(monkeypatch, screen, shown):
+    monkeypatch.setenv("COLUMNS", str(screen))
+    facts = [("reason", "word " * 60)]
+    assert max(map(len, terminal.fact_lines(facts, column=10))) in range(76, 81)  # not a terminal
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert terminal.width() == shown
+    assert max(map(len, terminal.fact_lines(facts, column=10))) in range(shown - 4, shown + 1)
+    assert max(map(len, terminal.wrapped("  " + "word " * 60))) in range(shown - 4, shown + 1)
+
+
+def test_a_dot_or_an_underline_separates_tokens(monkeypatch):
+    tokens = [("<|tool", None), ("_", "green"), ("call|>", None)]
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert list(terminal.token_lines(tokens, 40)) == ["<|tool·_·call|>"]
+    assert list(terminal.token_lines(tokens, 8)) == ["<|tool·_", "call|>"]
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert list(terminal.token_lines(tokens, 40)) == ["<|tool\x1b[32m\x1b[4m_\x1b[0mcall|>"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.text("ab|日", max_size=30), max_size=12), st.integers(2, 20))
+def test_lines_of_tokens_fit_and_lose_nothing(tokens, columns):
+    lines = list(terminal.token_lines([(token, None) for token in tokens], columns))
+    assert "".join(lines).replace("·", "") == "".join(tokens)
+    assert all(len(line) + line.count("日") <= columns for line in lines)
 
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e"

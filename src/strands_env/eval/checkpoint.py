@@ -538,9 +538,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             raise ValueError("a value cannot be right")
         return run
     except FileNotFoundError as error:
-        others = [f"{run.parent / run.name.removesuffix('.run.json')}.jsonl" for run in file.parent.glob("*.run.json")]
-        hint = f"; did you mean {' or '.join(sorted(others))}?" if others else ""
-        raise CheckpointError(f"{path}: no results of an evaluation ({file.name} is missing){hint}") from error
+        raise CheckpointError(f"{path}: no results of an evaluation ({file.name} is missing)") from error
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error
     except KeyError as error:

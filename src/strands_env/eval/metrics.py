@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtrit
 
-from strands_sglang.terminal import visible, width
+from strands_sglang.terminal import wrapped
 
 from ..rewards import last_boxed, value_key
 from .checkpoint import EvalSample, Results, Run, flat
@@ -648,14 +647,19 @@ def end_lines(results: Results) -> list[str]:
         ("errored", [sample for sample in samples if sample.is_errored]),
     ):
         causes = Counter(
-            " ".join((sample.step_result.error or sample.step_result.termination_reason.value).split())[:150]
-            for sample in those
+            shortened(sample.step_result.error or sample.step_result.termination_reason.value) for sample in those
         )
         for cause, count in causes.most_common(_MAX_SHOWN):
             lines += wrapped(f"{what}: {count} x {cause}")
         if len(causes) > _MAX_SHOWN:
             lines.append(f"{what}: {len(causes) - _MAX_SHOWN} other causes")
     return lines
+
+
+def shortened(text: str) -> str:
+    """A text in one line, without its middle if it is long: errors end with what matters."""
+    line = " ".join(text.split())
+    return line if len(line) <= 150 else f"{line[:70]} … {line[-77:]}"
 
 
 class Prices(NamedTuple):
@@ -697,11 +701,6 @@ def costs(results: Results, prices: Prices, *, success_threshold: float) -> dict
     total = sum(spent)
     found = {"cost": total, "cost_per_sample": total / len(spent)}
     return {**found, "cost_per_solved_prompt": total / solved} if solved else found
-
-
-def wrapped(line: str) -> list[str]:
-    """Wrap a line for the terminal, with control characters written out; further lines are indented."""
-    return textwrap.wrap(visible(line), width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def difference_rows(comparison: Comparison) -> list[list[str]]:

@@ -51,6 +51,29 @@ def read(paths: Iterable[str | os.PathLike[str]], *, tokenizer: str | None = Non
     return groups
 
 
+def held_in(path: Path) -> Path:
+    """Return a path, or the only folder in it that has recorded episodes, if it has none itself.
+
+    Raises:
+        UnreadableError: Several folders in it have episodes; the message names them.
+    """
+    if _has_episodes(path):
+        return path
+    found = [one for one in sorted(path.glob("[!.]*")) if one.is_dir() and _has_episodes(one)]
+    if len(found) > 1:
+        some = ", ".join(map(str, found[:8]))
+        raise UnreadableError(f"{path}: no recorded episodes, but these folders in it have some: {some}")
+    return found[0] if found else path
+
+
+def _has_episodes(path: Path) -> bool:
+    return path.is_file() or any(next(path.glob(pattern), None) for pattern in _PATTERNS)
+
+
+_PATTERNS = ("*.run.json", "*.safetensors", "*/rows.safetensors", "steps/*/rows.safetensors")
+"""Files of folders with recorded episodes."""
+
+
 def _read_path(path: Path) -> list[Group]:
     from ..credit import RowsFileError
     from ..trajectory.storage import TrajectoryFileError
@@ -91,18 +114,8 @@ def _read_folder(folder: Path) -> list[Group]:
     files = [folder / name for name in names if name.endswith(".safetensors")]
     if files:
         return [read_trajectory_file(file) for file in files]
-    below = [folder / name for name in names if is_recorded(folder / name)]
-    if len(below) == 1:
-        return _read_folder(below[0])
     held = "it is empty" if not names else "it has no rows.safetensors, step folder, *.run.json or *.safetensors"
-    if below:
-        held = f"did you mean one of {', '.join(map(str, below))}?"
     raise UnreadableError(f"{folder}: no recorded episodes: {held}")
-
-
-def is_recorded(folder: Path) -> bool:
-    """Whether a folder has files of recorded episodes."""
-    return folder.is_dir() and any(name.endswith((".safetensors", ".run.json")) for name in os.listdir(folder))
 
 
 def _read_file(path: Path) -> list[Group]:
@@ -155,8 +168,8 @@ def _use_tokenizer(groups: list[Group], name: str) -> None:
     try:
         encoder = get_encoder(get_tokenizer(name))
     except (OSError, ValueError) as error:
-        told = " ".join(str(error).split())
-        raise UnreadableError(f"--tokenizer {name}: {told.removeprefix(name).lstrip(': ')[:200]}") from error
+        told = " ".join(str(error).split()).removeprefix(f"{name}: ")
+        raise UnreadableError(f"--tokenizer {name}: {told[:200]}") from error
     size = len(encoder.tokenizer)
     for group in groups:
         used: set[int] = set()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, product
 
 import numpy as np
 
-from ..terminal import counted, has_colors, paint, token_lines, visible, width
+from .. import terminal
+from ..terminal import SHADES, counted, has_colors, paint, visible
 from ..trajectory.explain import explained
 from ..trajectory.turn import Turn, TurnStatus
 from .reading import UnreadableError
@@ -22,9 +22,6 @@ _LABEL = 10
 
 _MOST, _EDGE = 240, 60
 """A longer run of tokens is shown by its first and last `_EDGE` tokens."""
-
-_SHADES = (-0.1, -0.7, -2.0, -5.0)
-"""Logprobs below which a token gets the next shade: probabilities of about 0.9, 0.5, 0.14 and 0.007."""
 
 _TOLD = (TurnStatus.CUT, TurnStatus.FAILED, TurnStatus.DISCARDED)
 
@@ -49,9 +46,9 @@ def episode_lines(
         known = ", ".join(one.id for _, one in held[:8])
         raise UnreadableError(f"--episode {episode}: there is none of this id; some are {known}")
     for _, one in found:
-        yield from _wrapped(_heading(one), "bold")
+        yield from _painted(_heading(one), "bold")
         for called, line in explained(one.turns, "turn"):
-            yield from _wrapped(visible(line), "red" if called.status in _TOLD else None)
+            yield from _painted(line, "red" if called.status in _TOLD else None)
         yield ""
     group, first = found[0]
     answered = [one for one in first.turns if one.output_ids] or first.turns
@@ -61,8 +58,12 @@ def episode_lines(
     if not chosen:
         numbers = ", ".join(str(one.index) for one in first.turns[:20])
         raise UnreadableError(f"--turn {turn}: episode {first.id} has no such turn; its turns are {numbers or 'none'}")
-    yield from _wrapped(f"tokens of turn {chosen[0].index} of episode {visible(first.id)}, by {color}", "bold")
-    yield from turn_lines(group, first, chosen[0], color)
+    yield from _painted(f"tokens of turn {chosen[0].index} of episode {first.id}, by {color}", "bold")
+    yield from token_lines(group, first, chosen[0], color)
+
+
+def _painted(line: str, color: str | None) -> list[str]:
+    return [paint(part, color) for part in terminal.wrapped(line)]
 
 
 def _heading(episode: Inspected) -> str:
@@ -77,10 +78,10 @@ def _heading(episode: Inspected) -> str:
         None if episode.left_out is None else f"left out: {episode.left_out}",
         *(why for _, why in episode.problems),
     ]
-    return visible(f"episode {episode.id}: {', '.join(fact for fact in facts if fact)}")
+    return f"episode {episode.id}: {', '.join(fact for fact in facts if fact)}"
 
 
-def turn_lines(group: Group, episode: Inspected, turn: Turn, color: str) -> Iterator[str]:
+def token_lines(group: Group, episode: Inspected, turn: Turn, color: str) -> Iterator[str]:
     """Show the tokens of a turn: what its prompt added, then what it sampled, in runs that have something in common.
 
     Args:
@@ -91,30 +92,30 @@ def turn_lines(group: Group, episode: Inspected, turn: Turn, color: str) -> Iter
     """
     writers = [Writer(writer).name.lower() for writer in writers_of(turn, group.vocabulary).tolist()]
     labels = _labels(episode, turn, color) or writers
-    pieces = [_piece(token_id, group) for token_id in (*turn.prompt_ids, *turn.output_ids)]
-    styles: list[Sequence[str]] = [()] * len(pieces)
+    ids = (*turn.prompt_ids, *turn.output_ids)
+    tokens = [(_piece(one, group), _tint(*of)) for one, of in zip(ids, zip(labels, writers, strict=True), strict=True)]
     if color == "logprob":
+        if has_colors():
+            yield f"{'at least':<{_LABEL}}" + " ".join(paint(f" {least:g} ", shade) for least, shade in SHADES)
         for at, logprob in enumerate(np.concatenate([*halves(turn, "logprobs")]).tolist()):
-            if logprob != logprob:
-                continue
-            if has_colors():
-                styles[at] = (f"shade {sum(logprob < limit for limit in _SHADES)}",)
-            else:
-                pieces[at] += f"({logprob:.2f})"
+            if logprob == logprob:
+                tokens[at] = _shaded(tokens[at][0], logprob)
     position = 0
     for label, run in groupby(labels):
         count = len(list(run))
-        tint = _tint(label, writers[position])
-        own = [
-            (piece, style or tint)
-            for piece, style in zip(pieces[position : position + count], styles[position:], strict=False)
-        ]
+        own = tokens[position : position + count]
         position += count
         if len(own) > _MOST:
-            own = [*own[:_EDGE], (f"... {len(own) - 2 * _EDGE} tokens ...", ()), *own[-_EDGE:]]
-        for number, line in enumerate(token_lines(own, width() - _LABEL)):
+            own = [*own[:_EDGE], (f"... {len(own) - 2 * _EDGE} tokens ...", None), *own[-_EDGE:]]
+        for number, line in enumerate(terminal.token_lines(own, terminal.width() - _LABEL)):
             head = label[: _LABEL - 1] if number == 0 else ""
             yield f"{head:<{_LABEL}}{line}"
+
+
+def _shaded(piece: str, logprob: float) -> tuple[str, str]:
+    """Return a token with its logprob as a color; as a number where there are no colors."""
+    shade = next((shade for least, shade in SHADES if logprob >= least), SHADES[-1][1])
+    return (piece if has_colors() else f"{piece}({logprob:.2f})", shade)
 
 
 def _labels(episode: Inspected, turn: Turn, color: str) -> list[str]:
@@ -142,19 +143,12 @@ def _labels(episode: Inspected, turn: Turn, color: str) -> list[str]:
     return [f"{value:+.3g}" if mask else "-" for value, mask in zip(advantages.tolist(), trained, strict=True)]
 
 
-def _tint(label: str, writer: str) -> tuple[str, ...]:
+def _tint(label: str, writer: str) -> str | None:
     if writer == "model":
-        return ("yellow",) if label in ("mask 0", "-") or label.startswith("-") else ("green",)
-    return ("bold",) if writer in ("user", "tool", "system") else ()
+        return "yellow" if label in ("mask 0", "-") or label.startswith("-") else "green"
+    return "bold" if writer in ("user", "tool", "system") else None
 
 
 def _piece(token_id: int, group: Group) -> str:
     piece = group.vocabulary.get(token_id)
     return str(token_id) if piece is None else visible(piece.decode("utf-8", "replace"))
-
-
-def _wrapped(line: str, color: str | None = None) -> Iterator[str]:
-    """Yield a line in parts of the terminal's width, with its indentation."""
-    indent = line[: len(line) - len(line.lstrip())]
-    for part in textwrap.wrap(line, width(), subsequent_indent=indent + "  ", break_on_hyphens=False):
-        yield part if color is None else paint(part, color)

@@ -2,10 +2,13 @@ import importlib
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import webbrowser
 from collections import Counter
 from pathlib import Path
 
@@ -143,7 +146,6 @@ def test_saved_episodes_are_scored_as_by_a_live_run(command, server, tmp_path, c
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "--reward and --output must be given"),
         (["--reward", "env", "--output", "other"], "name a reward"),
         (["--reward", "best", "--output", "other"], "no such name (known: math"),
         (["--reward", "exact", "--output", "."], "write to another folder"),
@@ -156,16 +158,15 @@ def test_wrong_options_of_scoring_are_one_line(command, tmp_path, monkeypatch, c
     assert run(["score", ".", *arguments]) == 2
     error = capsys.readouterr().err.strip()
     assert told in error and len(error.splitlines()) == 1
-    assert run(["score", tmp_path, "--reward", "exact", "--output", "other"]) == 2
+    assert run(["score", tmp_path / "nowhere", "--reward", "exact", "--output", "other"]) == 2
     assert "no results of an evaluation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([FINISHED], "--to must be given"),
         ([FINISHED, "--to", "wandb"], "wandb is not installed: pip install wandb"),
-        ([FINISHED, "--to", "tensorboard"], "tensorboardX is not installed: pip install tensorboardX"),
+        ([FINISHED, "--to", "tensorboard"], "tensorboardX is not installed: pip install -e '.[tensorboard]'"),
         (["nowhere", "--to", "mlflow"], "neither results of an evaluation nor metrics.csv"),
     ],
 )
@@ -272,7 +273,7 @@ def test_dropped_samples_are_reported_with_their_cause(command, tmp_path, capsys
         patch.syspath_prepend(str(tmp_path))
         assert run([*command, "--limit", 2]) == 1
         out = capsys.readouterr().out
-        assert max(map(len, out.splitlines())) <= 80
+        assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
         assert "dropped: 6 x RuntimeError: no sandbox" in out and ", 6 dropped, " in out
         assert run([*command, "--limit", 2, "--stop-after-failures", 2]) == 1
         assert "2 samples in a row failed" in capsys.readouterr().err
@@ -281,14 +282,14 @@ def test_dropped_samples_are_reported_with_their_cause(command, tmp_path, capsys
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"--dataset": "missing.jsonl"}, "no such file"),
+        ({"--dataset": "missing.jsonl"}, "--dataset missing.jsonl: no such file or folder"),
         ({"--env": "nothing"}, "--env nothing: no such name (known: calculator"),
         ({"--env": "strands_env.nothing"}, "strands_env has no nothing"),
         ({"--env": "no_such_module.Env"}, "no_such_module cannot be imported"),
         ({"--env-args": '{"max_turnz": 1}'}, "max_turnz"),
         ({"--env-args": '{"max_turns": 0}'}, "--env calculator with --env-args: max_turns must be"),
         ({"--reward": "best"}, "no such name (known: math"),
-        ({"--tokenizer": "/no/such/folder"}, "--tokenizer /no/such/folder: the tokenizer cannot be loaded: "),
+        ({"--tokenizer": "/no/such/folder"}, "--tokenizer /no/such/folder: no such folder"),
         ({"--client-args": '{"max_retris": 1}'}, "--client-args: "),
         ({"--model-args": '{"enable_thinkin": true}'}, "--model-args: "),
         ({"--base-url": "http://localhost:1/v1"}, "--base-url 'http://localhost:1/v1' ends in /v1"),
@@ -369,6 +370,71 @@ def test_a_wrong_option_in_a_file_is_told(command, tmp_path, content, told, caps
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        (["--env", "calculater"], "--env calculater: no such name; did you mean calculator?"),
+        (["--reward", "exakt"], "--reward exakt: no such name; did you mean exact?"),
+        (["--benchmark", "aime2024"], "--benchmark aime2024: no such name; did you mean aime-2024?"),
+        (["--dataset", "missing.jsonl"], "--dataset missing.jsonl: no such file or folder"),
+        (["--chat-template", "missing.jinja"], "missing.jinja"),
+    ],
+)
+def test_names_and_files_are_checked_before_a_server_is_asked(command, server, name, near, capsys):
+    place = command.index("--tokenizer")  # without it, the server is asked which one it has
+    assert run([*command[:place], *command[place + 2 :], *name]) == 2
+    assert near in capsys.readouterr().err
+    assert server.calls == []
+
+
+@pytest.mark.parametrize("name", ["report", "watch", "compare"])
+def test_help_names_the_commands_that_show_tokens(name, capsys):
+    with pytest.raises(SystemExit):
+        run([name, "--help"])
+    assert "strands-sglang view, doctor and show" in capsys.readouterr().out
+
+
+def test_a_run_ends_with_its_folder_and_the_next_command(command, tmp_path, capsys):
+    folder = tmp_path / "two words"
+    assert run([*command, "--limit", 1, "--output", folder]) == 0
+    *_, where, following = capsys.readouterr().out.splitlines()
+    assert where == f"results in {folder}; see them:"
+    assert shlex.split(following) == ["strands-env", "report", str(folder), "--html", "--open"]
+    assert run(["score", folder, "--reward", "exact", "--output", tmp_path / "scored"]) == 0
+    following = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(following) == ["strands-env", "compare", str(folder), str(tmp_path / "scored")]
+
+
+def test_the_only_evaluation_below_a_folder_is_read(tmp_path, capsys):
+    shutil.copytree(FINISHED, tmp_path / "run" / "evaluation")
+    for command in ("report", "watch"):
+        assert run([command, tmp_path / "run"]) == 0
+        told = capsys.readouterr()
+        assert "pass@1" in told.out
+        assert told.err == f"reading {tmp_path}/run/evaluation/results.jsonl\n"
+
+
+def test_several_evaluations_below_a_folder_are_named(tmp_path, capsys):
+    for name in ("before", "after"):
+        shutil.copy(FINISHED / "results.run.json", tmp_path / f"{name}.run.json")
+    for command in (["report"], ["watch"], ["track", "--to", "wandb"], ["score", "--reward", "exact", "--output", "o"]):
+        assert run([*command, tmp_path]) == 2
+        told = capsys.readouterr().err
+        assert f"did you mean {tmp_path}/after.jsonl or {tmp_path}/before.jsonl?" in told
+    assert run(["compare", tmp_path / "after.jsonl", tmp_path]) == 2
+
+
+@pytest.mark.parametrize("arguments", [["report", FINISHED], ["compare", FINISHED, FINISHED]])
+def test_a_page_is_opened_in_the_browser(arguments, tmp_path, monkeypatch, capsys):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+    page = tmp_path / "page.html"
+    assert run([*arguments, "--html", "--open", "--output", page]) == 0
+    assert opened == [page.as_uri()] and capsys.readouterr().out == f"{page}\n"
+    assert run([*arguments, "--open"]) == 2
+    assert "--output and --open need --html" in capsys.readouterr().err
+
+
 def test_missing_package_and_benchmark_are_reported(tmp_path, capsys):
     assert run(["eval", "--env", "calculator", "--output", tmp_path]) == 2
     assert "--dataset PATH or --benchmark NAME must be given" in capsys.readouterr().err
@@ -445,7 +511,7 @@ def test_an_install_without_the_extra_says_what_is_missing():
     program = "import sys; sys.modules['scipy'] = None; from strands_env.cli import main; sys.exit(main(['list']))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1
-    assert "scipy" in ended.stderr and "'.[env]'" in ended.stderr
+    assert "needs the extra `env`" in ended.stderr and "scipy" in ended.stderr and "'.[env]'" in ended.stderr
 
 
 def test_names_are_listed_with_what_keeps_them_from_running(monkeypatch, capsys):

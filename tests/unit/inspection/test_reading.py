@@ -15,6 +15,7 @@ from strands_sglang.inspection.doctor import findings
 from strands_sglang.inspection.reading import UnreadableError, read
 from strands_sglang.inspection.records import Writer
 from strands_sglang.inspection.texts import writers_of
+from strands_sglang.terminal import SHADES
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call, make_agent
 from support.environments import Gives, StubEnvironment, tasks
@@ -35,6 +36,66 @@ def test_a_trajectory_is_read_with_its_turns_and_sequences(rollout, tmp_path):
     assert [step.turn for step in sequence.steps] == episode.turns
     sampled = sequence.column("logprobs")[sequence.is_sampled()].tolist()
     assert sampled == [value for value, mask in zip(exact.logprobs, exact.loss_mask, strict=True) if mask]
+
+
+def save(rollout, folder):
+    """Record an episode of one call in a folder; return the model."""
+    _, model = rollout(["4"])
+    make_agent(model)("What is 2+2?")
+    folder.mkdir(exist_ok=True)
+    model.trajectory.save(folder / "one.safetensors")
+    return model
+
+
+def test_the_only_folder_with_episodes_below_a_folder_is_read_and_named(rollout, tmp_path, capsys):
+    (tmp_path / "run" / "empty").mkdir(parents=True)
+    save(rollout, tmp_path / "run" / "trajectories")
+
+    for command in (["show"], ["doctor"], ["view", "-o", str(tmp_path / "page.html")]):
+        assert main([*command, str(tmp_path / "run")]) == 0
+        told = capsys.readouterr()
+        assert told.err == f"reading {tmp_path}/run/trajectories\n" and told.out
+
+
+def test_several_folders_with_episodes_are_named(rollout, tmp_path, capsys):
+    for name in ("before", "after"):
+        save(rollout, tmp_path / name)
+
+    assert main(["view", str(tmp_path)]) == 2
+    assert f"these folders in it have some: {tmp_path}/after, {tmp_path}/before\n" in capsys.readouterr().err
+
+
+def test_logprobs_are_shades_or_numbers(rollout, tmp_path, monkeypatch, capsys):
+    model = save(rollout, tmp_path)
+    (turn,) = model.trajectory.turns
+    sampled = model.trajectory.sequences()[0].logprobs[-len(turn.output_ids) :]
+
+    assert main(["show", str(tmp_path), "--color", "logprob"]) == 0
+    shown = capsys.readouterr().out
+    assert f"4({sampled[0]:.2f})" in shown and "\x1b" not in shown
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["show", str(tmp_path), "--color", "logprob"]) == 0
+    shown = capsys.readouterr().out
+    shade = next(shade for least, shade in SHADES if sampled[0] >= least)
+    assert f"\x1b[38;2;0;0;0;48;2;{shade}m4\x1b[0m" in shown and "(-" not in shown.splitlines()[-1]
+    for least, shade in SHADES:
+        assert f"48;2;{shade}m {least:g} \x1b[0m" in shown
+
+
+def test_findings_are_red_and_are_followed_by_the_next_command(rollout, tmp_path, monkeypatch, capsys):
+    save(rollout, tmp_path)
+    file = tmp_path / "one.safetensors"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["doctor", str(file)]) == 0
+    assert capsys.readouterr().out.startswith("\x1b[32mnothing is wrong")
+
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"What is 2+2?", b"What is 2-2?"))
+    assert main(["doctor", str(file)]) == 1
+    told = capsys.readouterr()
+    assert told.out.startswith("\x1b[31m") and told.out.splitlines()[-1].startswith("\x1b[31m")
+    assert told.err == f"next: strands-sglang view {file} --open\n"
 
 
 def test_a_file_of_another_kind_is_named_in_one_line(tmp_path):
