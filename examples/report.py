@@ -109,8 +109,8 @@ def print_rollout(rollout: Rollout, file: Path, console: Console = console) -> N
             elif "toolResult" in block:
                 texts = " ".join(content.get("text", "") for content in block["toolResult"]["content"])
                 console.print(Text(f"{'tool':>9}: {texts}", style="cyan"))
-    console.rule("its turns, and the tokens of the last one with the logprobs of what was sampled")
-    for line in episode_lines(read([file]), color="logprob"):
+    console.rule("its turns, and the tokens of the last one by loss mask")
+    for line in episode_lines(read([file]), color="mask"):
         console.print(Text.from_ansi(line))
 
 
