@@ -275,9 +275,10 @@ class TrainingView:
             values = [step.get(name, math.nan) for step in steps]
             finite = [value for value in values if math.isfinite(value)]
             if finite:
+                room = terminal.width() - 56
                 low, high = min(finite), max(finite)
-                told = f"{finite[0]:.4g} -> {finite[-1]:.4g}, between {low:.4g} and {high:.4g}"
-                lines.append(f"{name:<15}{spark(values[-40:])}  {told if low < high else f'{low:.4g} in each step'}")
+                told = f"{finite[0]:.4g} -> {finite[-1]:.4g} ({low:.4g} to {high:.4g})"
+                lines.append(f"{name:<15}{spark(values[-room:])}  {told if low < high else f'{low:.4g} in each step'}")
         lines += self._outcomes()
         is_over = total is not None and len(steps) >= total
         return View(f"{self._folder.name}: training", len(steps), total, lines, is_over=is_over)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from rich.console import Console
 
 from strands_env.cli import main
 from strands_env.eval import CheckpointError, Evaluator, read_results
@@ -149,6 +150,45 @@ def test_an_evaluation_is_shown_with_the_numbers_of_its_report(written, capsys):
     shown = [line.rstrip() for line in out.splitlines()]
     assert [line for line in report if line.strip() and line.rstrip() not in shown] == []
     assert "8/12" in out and "slowest: " in out and max(map(len, shown)) <= 80
+
+
+def test_the_view_begins_with_the_score_and_the_last_failure(written, capsys):
+    shown = EvaluationView(written)(time.time())
+    assert main(["report", str(written), "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert shown.headline == "pass@1 {pass@1:.2f}, {pass@1_low:.2f} to {pass@1_high:.2f}".format_map(metrics)
+    _, results = read_results(written)
+    failed = [one for samples in results.values() for one in samples if not one.is_finished]
+    last = max(failed, key=lambda one: one.ended_at)
+    assert re.fullmatch(
+        rf"last failure \d+ s ago: {last.prompt_id}#{last.sample_index}: infrastructure_error", shown.lines[1]
+    )
+    screen = io.StringIO()
+    Console(file=screen, force_terminal=True, color_system="standard", width=40).print(shown)
+    colored = re.findall(r"\x1b\[([0-9;]+)m([^\x1b]*)", screen.getvalue())
+    assert {text[:7] for codes, text in colored if codes == "31"} >= {"last fa", "dropped"}
+    assert any(codes == "34" and set(text) <= set("━╸") for codes, text in colored)  # the bar is blue, not red
+    assert not any(codes == "31" and "━" in text for codes, text in colored)
+
+
+@pytest.mark.parametrize("outcomes", [[], ["infrastructure_error"]])
+def test_without_a_finished_sample_there_is_no_score(tmp_path, outcomes, capsys):
+    results = iter([step_result(None, reason=reason) for reason in outcomes])
+    asyncio.run(
+        Evaluator(StubEnvironment(lambda a: next(results)).factory, output_path=tmp_path).run(tasks(1)[: len(outcomes)])
+    )
+    assert EvaluationView(tmp_path)(time.time()).headline == ""
+    assert main(["watch", str(tmp_path)]) == 0 and "pass@1 nan" not in capsys.readouterr().out
+
+
+def test_a_long_error_keeps_its_end(tmp_path, capsys):
+    error = "cannot connect to host " + "x " * 100 + "('127.0.0.1', 30000)"
+    stub = StubEnvironment(lambda action: step_result(None, reason="infrastructure_error", error=error))
+    asyncio.run(Evaluator(stub.factory, output_path=tmp_path).run(tasks(1)))
+    for command in ("report", "watch"):
+        assert main([command, str(tmp_path)]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert "cannot connect to host" in told and " … " in told and "('127.0.0.1', 30000)" in told
 
 
 def test_samples_that_run_or_wait_are_not_dropped(tmp_path, monkeypatch, capsys):
@@ -318,7 +358,8 @@ def test_a_training_run_is_shown_by_step(tmp_path):
     assert (view.done, view.total, view.is_over) == (3, 6, False)
     assert "1 min a step, 3 min left, last step 5 s ago" in text and "slowest steps: 2 2 min, 1 1 min, 3 30 s" in text
     assert re.search(r"step +version +reward +staleness_mean +seconds +kl +a_long", text)
-    assert re.search(r"3 +2 +nan +0\.5 +30 +nan", text) and "reward         ▁█   0.25 -> 0.5" in text
+    assert re.search(r"3 +2 +nan +0\.5 +30 +nan", text) and "reward         ▁█   0.25 -> 0.5 (0.25 to 0.5)" in text
+    assert "staleness_mean ▁▁▁  0.5 in each step" in text
     assert "left out: 2 x aborted" in text and "ends: 1 timeout" in text
     assert max(map(len, view.lines)) <= 80
 
