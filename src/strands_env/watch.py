@@ -27,7 +27,8 @@ from rich.text import Text
 
 from strands_sglang import terminal
 from strands_sglang.credit import RowsFileError, TrainingRows
-from strands_sglang.terminal import visible, wrapped
+from strands_sglang.shown import visible
+from strands_sglang.terminal import wrapped
 
 from .eval.checkpoint import CheckpointError, EvalSample, ResultsReader, read_status, results_file, side_file
 from .eval.metrics import end_lines, metric_lines, shortened, standard_metrics

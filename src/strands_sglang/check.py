@@ -20,6 +20,7 @@ from .client.client import SGLangClient
 from .exceptions import SGLangClientError
 from .model.model import DEFAULT_TOOL_PARSER, SGLangModel
 from .model.server_check import check_server
+from .shown import counted
 from .templates.chat_template import (
     ChatTemplate,
     ChatTemplateError,
@@ -27,7 +28,7 @@ from .templates.chat_template import (
     UnprovenContinuationError,
     get_chat_template,
 )
-from .terminal import counted, fact_lines, paint, token_lines, width
+from .terminal import fact_lines, paint, token_lines, width
 from .tool_parsers import get_tool_parser
 
 if TYPE_CHECKING:

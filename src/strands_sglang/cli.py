@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__, terminal
-from .terminal import UsageError, json_object, naming, paint, tell, visible, waiting, wrapped
+from .shown import visible
+from .terminal import UsageError, json_object, naming, paint, tell, waiting, wrapped
 
 if TYPE_CHECKING:
     from .inspection.records import Group

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from .shown import visible, without_credentials
+
 FAILED = 1
 WRONG_USAGE = 2
 NO_READER = 141
@@ -209,37 +211,8 @@ def has_colors() -> bool:
     )
 
 
-def without_credentials(text: str) -> str:
-    """A text whose URLs show no user information: `http://host` instead of `http://user:password@host`."""
-    return re.sub(r"(?<=://)[^/?#\s]*@", "", text) if "://" in text else text
-
-
-def visible(text: str) -> str:
-    """Return a text in which nothing is interpreted by a terminal: control characters are written out.
-
-    Args:
-        text: Any text, also of a hostile model.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(
-        character
-        if character == " " or unicodedata.category(character)[0] not in "CZ"
-        else _NAMES.get(character) or f"\\u{{{ord(character):x}}}"
-        for character in text
-    )
-
-
 def _shown(text: str, kept: re.Pattern[str] = _PLAIN) -> str:
     return "".join(part if number % 2 else visible(part) for number, part in enumerate(kept.split(text)))
-
-
-_NAMES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\N{NO-BREAK SPACE}": "\\u{a0}"}
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun, which takes an "s" for all numbers but 1."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def fact_lines(facts: Iterable[tuple[str, object]], *, column: int) -> Iterator[str]:

@@ -25,7 +25,7 @@ from uuid import UUID
 import numpy as np
 from pydantic import BaseModel
 
-from strands_sglang.terminal import without_credentials
+from strands_sglang.shown import without_credentials
 
 F = TypeVar("F", bound=Callable[..., Any])
 

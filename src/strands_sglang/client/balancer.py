@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..terminal import without_credentials
+from ..shown import without_credentials
 from .retries import MAX_DELAY_S, Failure, FailureKind
 
 logger = logging.getLogger(__name__)

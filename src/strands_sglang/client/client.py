@@ -45,8 +45,8 @@ from ..protocol.wire import (
     encode_generate,
     http_error,
 )
+from ..shown import without_credentials
 from ..telemetry import report_retry
-from ..terminal import without_credentials
 from .balancer import Server, Servers
 from .cancellation import CLOCK_TOLERANCE_S, Cancellation, discard, settle
 from .connections import (

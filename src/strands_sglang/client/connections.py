@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 import httpx
 
-from ..terminal import without_credentials
+from ..shown import without_credentials
 from .aborts import ABORT_TIMEOUT_S, Aborter
 from .balancer import Server
 from .cancellation import consume

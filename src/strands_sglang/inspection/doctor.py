@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..terminal import counted, visible
+from ..shown import counted, visible
 from .records import Finding, Group, count_tokens, turns_of
 
 KINDS: Mapping[str, str] = {

@@ -8,7 +8,8 @@ from itertools import chain, groupby, product
 import numpy as np
 
 from .. import terminal
-from ..terminal import SHADES, counted, has_colors, paint, visible
+from ..shown import counted, visible
+from ..terminal import SHADES, has_colors, paint
 from ..trajectory.explain import explained
 from ..trajectory.turn import Turn, TurnStatus
 from .reading import UnreadableError

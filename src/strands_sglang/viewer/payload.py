@@ -18,7 +18,7 @@ from ..inspection.doctor import KINDS
 from ..inspection.records import Finding, Group, Inspected, Step, Writer, halves, steps_to
 from ..inspection.texts import writers_of
 from ..messages.content import Picture
-from ..terminal import counted
+from ..shown import counted
 from ..trajectory.turn import Turn, TurnStatus
 from .audit import advantages_of, audit_credit
 from .blocks import Blocks

@@ -26,7 +26,7 @@ from strands_env.eval.checkpoint import ResultsReader, read_status
 from strands_env.watch import EvaluationView, duration, open_run, pace_lines, read_steps, spark, step_table
 from strands_sglang import Outage
 from strands_sglang.credit import TrainingRows
-from strands_sglang.terminal import visible
+from strands_sglang.shown import visible
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from support.environments import StubEnvironment, sample, step_result, tasks
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...credit import version_number
-from ...terminal import counted
+from ...shown import counted
 from ..records import Group, Inspected, TokenSequence
 from ..texts import joined
 from .turns import Facts

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...credit import TrainingRow, TrainingRows, training_rows, version_number
-from ...terminal import counted
+from ...shown import counted
 from ...trajectory.turn import TurnStatus
 from ..records import Group, Inspected, TokenSequence
 from ..texts import joined

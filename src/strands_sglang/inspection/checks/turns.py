@@ -11,7 +11,7 @@ import numpy as np
 from ...credit import version_number
 from ...messages import chain_of
 from ...reasons import Reason
-from ...terminal import counted
+from ...shown import counted
 from ...trajectory.turn import Turn, TurnStatus
 from ..records import Group, Inspected, turns_of
 from ..texts import joined

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...credit import version_number
-from ...terminal import counted
+from ...shown import counted
 from ...trajectory.turn import Turn
 from ..records import Group, Inspected, turns_of
 from .turns import Facts, trained_tokens
