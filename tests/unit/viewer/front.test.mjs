@@ -202,8 +202,9 @@ test("turns are a tree, agents apart, with forks indented", () => {
     { turn: 2, depth: 0 },
   ]);
   assert.deepEqual(treeRows([]), []);
-  const names = treeRows([turn(null, "7".repeat(32)), turn(null, "8".repeat(32)), turn(null, null)]).map((row) => row.name);
-  assert.deepEqual(names.filter(Boolean), ["Agent 1", "Agent 2", "Outside an agent's loop"]);
+  const names = (...agents) => treeRows(agents.map((agent) => turn(null, agent))).flatMap(({ name }) => name ?? []);
+  assert.deepEqual(names("7".repeat(32), null, "checker", "8".repeat(32)), ["Agent 1", "Outside an agent's loop", "Agent checker", "Agent 2"]);
+  assert.deepEqual(names(null, null), []);
 });
 
 test("the words of a turn are those of the page, and each is explained", () => {

@@ -111,9 +111,9 @@ export function find(sequence, columns, query) {
  *
  * @param {{tokens: ArrayLike<number>, places: Int32Array, vocabulary: Vocabulary}[]} sequences
  * @param {{columns: object, length: number, said: string[][]}} body
- * @returns {{sequence?: number, position?: number, many: number, text?: string}[]} per sequence its first match and their number; what
- *     sequences share is only in the first. A match is a token, or an occurrence of the text. Without tokens, the text is
- *     looked for in what was said.
+ * @returns {{sequence?: number, position?: number, many: number, text?: string}[]} per sequence its first match and their
+ *     number; what sequences share is only in the first. A match is a token, or an occurrence of the text. Without tokens,
+ *     the text is looked for in what was said.
  */
 export function findAll(sequences, body, query) {
   if (!body.length) return query.text ? findSaid(body.said, query.text.toLowerCase()) : [];
@@ -218,14 +218,16 @@ export class Finder {
   tell() {
     const { query, found, here, starts, unit, at } = this;
     if (!query) return void (this.told.textContent = "");
-    const shown = at === undefined ? "" : ` (${query.test ? "stretch " : ""}${count(at + 1)} of ${count(starts.length)})`;
+    const stretch = query.test ? "stretch " : "";
+    const shown = at === undefined ? "" : ` (${stretch}${count(at + 1)} of ${count(starts.length)})`;
     const own = `${here ? counted(here, ...unit) : "nothing"} in this ${this.view.body.length ? "sequence" : "episode"}${shown}`;
     const total = found.reduce((all, { many }) => all + many, 0);
     const episodes = new Set(found.map(({ episode }) => episode)).size;
     const all = `${counted(total, ...unit)} in ${counted(episodes, "episode")}`;
+    const unknown = query.property ? ` "${query.property}" is not a property that is known here.` : "";
     if (!this.done) this.told.textContent = `${own}; ${all} so far…`;
     else if (total) this.told.textContent = `${own}; ${all}`;
-    else this.told.textContent = `nothing found in any episode.${query.property ? ` "${query.property}" is not a property that is known here.` : ""} ${HELP}`;
+    else this.told.textContent = `nothing found in any episode.${unknown} ${HELP}`;
   }
 
   link(match) {

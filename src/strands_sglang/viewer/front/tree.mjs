@@ -109,9 +109,10 @@ export function treeRows(turns) {
     }
   });
   const rows = [];
-  for (const [at, [agent, own]] of [...roots].entries()) {
-    if (!agent) rows.push({ agent, name: "Outside an agent's loop" });
-    else rows.push({ agent, name: /^[0-9a-f-]{32,36}$/.test(agent) ? `Agent ${at + 1}` : `Agent ${agent}` });
+  let unnamed = 0;
+  for (const [agent, own] of roots) {
+    if (agent) rows.push({ agent, name: `Agent ${ID.test(agent) ? ++unnamed : agent}` });
+    else if (roots.size > 1) rows.push({ agent, name: "Outside an agent's loop" });
     const open = own.map((turn) => ({ turn, depth: 0 })).reverse();
     while (open.length) {
       const { turn, depth } = open.pop();
