@@ -381,10 +381,10 @@ def test_the_card_tells_of_the_token_that_is_marked(files, open_page):
     page = open_page(files / "jars.html", "#episode-3")
     chosen = page.locator(".life dl").inner_text()
     page.locator(".t", has_text="Seven").hover()
-    assert "Seven" in page.locator(".t.pointed").inner_text() and "Seven" in page.locator(".life").inner_text()
+    assert "Seven" in page.locator(".t.hovered").inner_text() and "Seven" in page.locator(".life").inner_text()
     page.locator(".life").hover()
     assert page.locator(".life dl").inner_text() == chosen
-    assert page.locator(".t.pointed").evaluate("token => token.classList.contains('current')")
+    assert page.locator(".t.hovered").evaluate("token => token.classList.contains('current')")
 
 
 def test_the_reason_of_a_turn_is_shown_whole(files, open_page):

@@ -140,8 +140,8 @@ export class Strip {
 
   /** Tell of a token that is not chosen, and mark it. */
   point(position) {
-    this.viewport.querySelector(".t.pointed")?.classList.remove("pointed");
-    this.viewport.querySelector(`[data-at="${position}"]`)?.classList.add("pointed");
+    this.viewport.querySelector(".t.hovered")?.classList.remove("hovered");
+    this.viewport.querySelector(`[data-at="${position}"]`)?.classList.add("hovered");
     this.told.point(position);
   }
 
