@@ -349,7 +349,7 @@ def test_what_siblings_have_in_common_is_folded(files, open_page):
     page = open_page(files / "jars.html", "#siblings-0")
     tokens = page.locator(".aligned")
     assert "One·lorry" not in tokens.inner_text() and tokens.locator(".difference").is_visible()
-    [common] = [line for line in page.locator(".caption").all_inner_texts() if "tokens are equal" in line]
+    [common] = [line for line in page.locator(".caption").all_inner_texts() if "equal in the first" in line]
     count = common.split("first ")[1].split()[0]
     fold = page.get_by_role("button", name=f"{count} common tokens")
     fold.click()

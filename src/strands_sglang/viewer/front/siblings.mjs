@@ -1,6 +1,6 @@
 // The episodes of one prompt side by side, aligned at their first difference.
 
-import { count, counted, h, number } from "./dom.mjs";
+import { counted, h, number } from "./dom.mjs";
 import { firstDifference, layOut } from "./layout.mjs";
 import { columnWidth, tokenSpan } from "./strip.mjs";
 import { VirtualList } from "./virtual.mjs";
@@ -117,7 +117,8 @@ export class Siblings {
   /** In words: where the siblings differ first. */
   get summary() {
     const { at } = this.aligned;
-    if (this.lanes.every((lane) => lane.tokens.length === at)) return `${count(this.lanes.length)} episodes with the same ${count(at)} tokens`;
-    return `${count(this.lanes.length)} episodes; the first ${count(at)} tokens are equal in all, the marked row begins at the first difference`;
+    const episodes = counted(this.lanes.length, "episode");
+    if (this.lanes.every((lane) => lane.tokens.length === at)) return `${episodes} with the same ${counted(at, "token")}`;
+    return `${episodes}, equal in the first ${counted(at, "token")}; the marked row begins at the first difference`;
   }
 }
