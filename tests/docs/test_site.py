@@ -27,6 +27,9 @@ SEARCHES = {
     "pass@k": "guides/evaluation",
     "routing key": "guides/servers",
     "ScriptedSGLang": "start/without-a-server",
+    "reward stays at 0": "reward-stays-at-zero",
+    "tutorial": "start/tutorial",
+    "why not verifiers": "why-not",
 }
 
 

@@ -139,7 +139,8 @@ def run_page(page, name, model, folder, patch):
     tokenizer = getattr(model, "tokenizer", model)
     slime.install_slime(patch, tokenizer)
     namespace = {"__name__": "__docs__"}
-    with mock.patch.dict(TOOL_PARSER_REGISTRY), ScriptedSGLang(tokenizer, sampled_text).serve() as base_url:
+    server = ScriptedSGLang(tokenizer, sampled_text, model_path=str(folder / name))
+    with mock.patch.dict(TOOL_PARSER_REGISTRY), server.serve() as base_url:
 
         def localized(text):
             return text.replace(name, str(folder / name)).replace(URL, base_url)

@@ -243,7 +243,7 @@ def test_every_make_target_that_is_named_exists():
 def test_every_extra_that_is_named_exists():
     extras = set(metadata.metadata("strands-sglang").get_all("Provides-Extra"))
     assert {name for names in re.findall(r"\.\[([\w,]+)\]", TEXT) for name in names.split(",")} <= extras
-    rows = table("Install", "Extra", "Adds", path=DOCS / "start/install.md")
+    rows = table("Extras", "Extra", "Adds", path=DOCS / "start/install.md")
     assert {name for row in rows for name in names_in_code(row["Extra"])} == extras
 
 
