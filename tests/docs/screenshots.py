@@ -102,7 +102,7 @@ def take(folder, chromium):
             for scheme in ("light", "dark"):
                 for name, (which, address, keys) in SHOTS.items():
                     context = browser.new_context(
-                        viewport={"width": 1360, "height": 1200 if which == "report" else 820}, color_scheme=scheme
+                        viewport={"width": 1120, "height": 1000 if which == "report" else 770}, color_scheme=scheme
                     )
                     page = context.new_page()
                     page.goto(f"{(folder / which).as_uri()}.html{address}")
