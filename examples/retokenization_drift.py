@@ -87,7 +87,7 @@ def describe(name: str, trajectories: list[Trajectory], tokenizer: Any) -> str:
     sampled = sum(sum(sequence.loss_mask) for trajectory in trajectories for sequence in trajectory.sequences())
     causes = ", ".join(f"{drifted} {cause}" for cause, drifted in total.drifted.items())
     lines = [
-        "| | |",
+        "| Figure | Measured |",
         "|---|---|",
         f"| model | {name}, temperature {SAMPLING['temperature']} |",
         f"| rollouts that drifted | {affected} of {len(trajectories)} ({affected / len(trajectories):.1%}) |",
