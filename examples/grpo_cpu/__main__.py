@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -211,7 +212,10 @@ def summarize(run: Run, before: float, after: float) -> None:
     print(f"{len(run.steps)} steps, {episodes} episodes, {trained} of them trained, each once")
     print(f"largest gap between sampler and trainer before an update: {max(gaps, default=math.nan):.1e}")
     print(f"served and sent weights after each push: equal bit by bit; their logprobs differ by at most {push:.1e}")
-    print(f"{run.folder} has metrics.csv and reward.svg; look at its episodes: strands-sglang view {run.folder} --open")
+    results = [str(run.folder / "evaluation" / f"{name}.jsonl") for name in ("before", "after")]
+    print(f"{run.folder} has metrics.csv and reward.svg; look at its episodes, and compare before with after:")
+    print(f"  {shlex.join(['strands-sglang', 'view', str(run.folder), '--open'])}")
+    print(f"  {shlex.join(['strands-env', 'compare', *results, '--html', '--open'])}")
 
 
 if __name__ == "__main__":

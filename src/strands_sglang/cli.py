@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from . import __version__, terminal
 from .shown import visible
-from .terminal import UsageError, json_object, naming, paint, tell, waiting, wrapped
+from .terminal import UsageError, json_object, paint, tell, waiting, wrapped
 
 if TYPE_CHECKING:
     from .inspection.records import Group
@@ -185,18 +185,20 @@ def check(arguments: argparse.Namespace) -> int:
     from .families import get_family
 
     model, file = arguments.model, arguments.chat_template
-    if arguments.family is not None:
-        with naming("--family"):
+    where = "--family"
+    try:
+        if arguments.family is not None:
             get_family(arguments.family)
-    template = None
-    if file is not None:
-        with naming("--chat-template", file):
-            template = file.read_text(encoding="utf-8")
-    with naming("", model), waiting(f"loading the tokenizer of {model}"):  # imports transformers
-        from .check import check_model, report_lines
-        from .client.shared import get_tokenizer
+        where = f"--chat-template {file}"
+        template = None if file is None else file.read_text(encoding="utf-8")
+        where = model
+        with waiting(f"loading the tokenizer of {model}"):  # imports transformers
+            from .check import check_model, report_lines
+            from .client.shared import get_tokenizer
 
-        tokenizer = get_tokenizer(model, trust_remote_code=arguments.trust_remote_code)
+            tokenizer = get_tokenizer(model, trust_remote_code=arguments.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{where}: {str(error).removeprefix(f'{model}: ')}") from error
     try:
         with waiting(f"checking {model}" + (f" with {arguments.server}" if arguments.server else "")):
             report = asyncio.run(

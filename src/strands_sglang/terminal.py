@@ -96,24 +96,6 @@ class UsageError(Exception):
     """The command line, or something named on it, is wrong."""
 
 
-@contextlib.contextmanager
-def naming(what: str, name: object = "") -> Iterator[None]:
-    """Name what is wrong if it is wrong.
-
-    Args:
-        what: The option or argument.
-        name: Its value, with which an error may begin.
-
-    Raises:
-        UsageError: It is wrong.
-    """
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        told = " ".join(str(error).split()).removeprefix(f"{name}: ")
-        raise UsageError(f"{what} {name}".strip() + f": {told}") from error
-
-
 def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
