@@ -408,11 +408,8 @@ def _unusable(reason: str | None, what: str = "cannot run") -> list[str]:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Run an evaluation; return the exit code."""
-    from strands_sglang import SGLangClientError
-
     from .core import RewardError
-    from .eval import CheckpointError, DuplicateTaskError, EvaluationStoppedError, ExecutorError
-    from .eval.checkpoint import encode, replace_file, results_file, side_file
+    from .eval import DuplicateTaskError
 
     terminal.log(logging.INFO if arguments.verbose else logging.ERROR)
     if not arguments.verbose:  # unknown tools and cut-off answers are ordinary, and the results have them
@@ -454,32 +451,44 @@ def evaluate(arguments: argparse.Namespace) -> int:
         return await evaluator.run(actions)
 
     try:
-        results = asyncio.run(until_stopped(run()))
-        with waiting("computing the metrics"):
-            metrics = evaluator.compute_metrics(results)
-        replace_file(side_file(results_file(arguments.output), ".metrics.json"), encode(metrics))
-    except (CheckpointError, EvaluationStoppedError, ExecutorError, SGLangClientError) as error:
-        tell(f"strands-env: {in_options(one_line(error))}")
-        return FAILED
+        following = ("report", arguments.output, "--html", "--open")
+        return finish(arguments, run(), evaluator.compute_metrics, *following)
     except DuplicateTaskError as error:
         raise UsageError(error) from error
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        tell(f"strands-env: stopped; {arguments.output} has what is finished, run the same command to continue")
-        return STOPPED
-    return say_results(arguments, metrics, results, "report", arguments.output, "--html", "--open")
 
 
-def say_results(arguments: argparse.Namespace, metrics: dict[str, float], results: Any, *following: str) -> int:
-    """Print what an evaluation found, and where it is; return the exit code.
+def finish(
+    arguments: argparse.Namespace,
+    work: Coroutine[Any, Any, Any],
+    metrics_of: Callable[[Any], dict[str, float]],
+    *following: str,
+) -> int:
+    """Run an evaluation to its end, print its metrics and where its results are; return the exit code.
 
     Args:
         arguments: The command line.
-        metrics: The metrics.
-        results: The samples.
+        work: Returns the samples.
+        metrics_of: Returns their metrics.
         *following: The command that shows more.
     """
+    from strands_sglang import SGLangClientError
+
+    from .core import RewardError
+    from .eval import CheckpointError, EvaluationStoppedError, ExecutorError
+    from .eval.checkpoint import encode, replace_file, results_file, side_file
     from .eval.metrics import end_lines, metric_lines
 
+    try:
+        results = asyncio.run(until_stopped(work))
+        with waiting("computing the metrics"):
+            metrics = metrics_of(results)
+        replace_file(side_file(results_file(arguments.output), ".metrics.json"), encode(metrics))
+    except (CheckpointError, EvaluationStoppedError, ExecutorError, RewardError, SGLangClientError, OSError) as error:
+        tell(f"strands-env: {in_options(one_line(error))}")
+        return FAILED
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        tell(f"strands-env: stopped; {arguments.output} has what is finished, run the same command to continue")
+        return STOPPED
     code = FAILED if metrics["dropped_samples"] or metrics["waiting_samples"] else 0
     if arguments.json:
         return say(as_json(metrics), code=code)
@@ -564,41 +573,30 @@ def track_run(arguments: argparse.Namespace) -> int:
 
 def score_results(arguments: argparse.Namespace) -> int:
     """Score the saved episodes of an evaluation with another reward; return the exit code."""
-    from .core import RewardError
-    from .eval import CheckpointError, score, standard_metrics
-    from .eval.checkpoint import encode, read_run, replace_file, results_file, side_file
+    from .eval import score, standard_metrics
+    from .eval.checkpoint import read_run
 
     terminal.log(logging.ERROR)
     if arguments.reward == OWN_REWARD:
         raise UsageError("--reward env: there is no environment; name a reward")
     with reading(arguments.folder):
         run = read_run(arguments.folder)
+    metrics_of = functools.partial(
+        standard_metrics,
+        n_samples_per_prompt=run.n_samples_per_prompt,
+        success_threshold=arguments.success_threshold,
+    )
     try:
-        reward = named_reward(arguments)
-        results = asyncio.run(
-            until_stopped(
-                score(
-                    arguments.folder,
-                    reward,
-                    arguments.output,
-                    config=with_reward(dict(run.config), arguments),
-                    max_concurrency=arguments.concurrency,
-                )
-            )
+        work = score(
+            arguments.folder,
+            named_reward(arguments),
+            arguments.output,
+            config=with_reward(dict(run.config), arguments),
+            max_concurrency=arguments.concurrency,
         )
-        metrics = standard_metrics(
-            results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=arguments.success_threshold
-        )
-        replace_file(side_file(results_file(arguments.output), ".metrics.json"), encode(metrics))
+        return finish(arguments, work, metrics_of, "compare", arguments.folder, arguments.output)
     except (ValueError, ImportError) as error:
         raise UsageError(error) from error
-    except (CheckpointError, RewardError, OSError) as error:
-        tell(f"strands-env: {in_options(one_line(error))}")
-        return FAILED
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        tell(f"strands-env: stopped; {arguments.output} has what is scored, run the same command to continue")
-        return STOPPED
-    return say_results(arguments, metrics, results, "compare", arguments.folder, arguments.output)
 
 
 def compare_results(arguments: argparse.Namespace) -> int:
