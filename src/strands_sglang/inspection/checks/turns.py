@@ -1,4 +1,4 @@
-"""Checks of the turns: the tokens, logprobs and facts that were recorded, and where a turn attaches."""
+"""Checks of the turns: whether tokens, digests and facts fit each other, and where a turn attaches."""
 
 from __future__ import annotations
 
