@@ -373,7 +373,7 @@ def test_a_wrong_option_in_a_file_is_told(command, tmp_path, content, told, caps
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        (["--env", "calculater"], "--env calculater: no such name; did you mean calculator?"),
+        (["--env", "calculatr"], "--env calculatr: no such name; did you mean calculator?"),
         (["--reward", "exakt"], "--reward exakt: no such name; did you mean exact?"),
         (["--benchmark", "aime2024"], "--benchmark aime2024: no such name; did you mean aime-2024?"),
         (["--dataset", "missing.jsonl"], "--dataset missing.jsonl: no such file or folder"),
