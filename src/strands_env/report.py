@@ -237,7 +237,7 @@ class _Shown:
         for which, groups in enumerate(read):
             self.groups += groups
             for episode in chain.from_iterable(group.episodes for group in groups):
-                self._numbers[which, episode.id] = next(at)
+                self._numbers[which, episode.record["key"]] = next(at)
         if left_out:
             self.notes.append(
                 f"The samples hold {left_out:,} tokens, more than a page can show, so it has their conversations only: "

@@ -146,7 +146,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--color names.",
         f"example:\n  strands-sglang show episode.safetensors --turn 2 --color logprob\n\n{SEE_ALSO}",
     )
-    showing.add_argument("--episode", metavar="ID", help="show this episode only (default: all)")
+    showing.add_argument("--episode", metavar="NAME", help="show this episode only, such as 'task-00#0' (default: all)")
     showing.add_argument("--turn", type=int, metavar="N", help="the turn whose tokens are shown (default: the last)")
     showing.add_argument(
         "--color",

@@ -34,7 +34,7 @@ def episode_lines(
 
     Args:
         groups: What `reading.read` returned.
-        episode: Id of the only episode to show; None for all.
+        episode: Name of the only episode to show, such as "task-00#0", or the key of its record; None for all.
         turn: Number of the turn whose tokens are shown; None for the last with a sampled token.
         color: What the color of a token tells, one of `COLORS`.
 
@@ -42,10 +42,10 @@ def episode_lines(
         UnreadableError: There is no such episode or turn.
     """
     held = list(chain.from_iterable(product([group], group.episodes) for group in groups))
-    found = [(group, one) for group, one in held if episode in (None, one.id)]
+    found = [(group, one) for group, one in held if episode is None or _is_called(one, episode)]
     if not found:
-        known = ", ".join(one.id for _, one in held[:8])
-        raise UnreadableError(f"--episode {episode}: there is none of this id; some are {known}")
+        known = ", ".join(f"'{one.id}'" for _, one in held[:8])
+        raise UnreadableError(f"--episode '{episode}': there is none of this name; some are {known}")
     for _, one in found:
         yield from _painted(_heading(one), "bold")
         for called, line in explained(one.turns, "turn"):
@@ -65,6 +65,10 @@ def episode_lines(
 
 def _painted(line: str, color: str | None) -> list[str]:
     return [paint(part, color) for part in terminal.wrapped(line)]
+
+
+def _is_called(episode: Inspected, name: str) -> bool:
+    return name == episode.record.get("key") or name.replace(" ", "") == episode.id.replace(" ", "")
 
 
 def _heading(episode: Inspected) -> str:

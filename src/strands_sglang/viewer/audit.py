@@ -23,8 +23,10 @@ NORMALIZERS: tuple[Normalizer, ...] = ("episode_mean", "token_mean", "constant")
 def advantages_of(group: Group) -> dict[str, float]:
     """Return the advantages of a group's episodes by id, from their rewards.
 
-    They are the rewards minus the group's mean: what a file without advantages implies.
+    They are the rewards minus the group's mean: what a file without advantages implies. An evaluation trains nothing.
     """
+    if group.kind == "evaluation":
+        return {}
     rewards = {
         episode.id: episode.end.reward
         for episode in group.episodes

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 FRONT = Path(__file__).parent / "front"
 
 MODULES = (
-    *("text", "dom", "layout", "virtual", "data", "colors", "strip", "tree", "markdown", "conversation", "biography"),
-    *("search", "siblings", "episode", "tables", "report", "app"),
+    *("text", "dom", "layout", "virtual", "data", "colors", "score", "strip", "tree", "markdown", "conversation"),
+    *("biography", "search", "siblings", "episode", "tables", "report", "app"),
 )
 """The modules of `front/`, each after those that it imports."""
 

@@ -7,6 +7,7 @@ of turns, each with the number of its sampled tokens that the sequence has. All 
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 MOST_EXPERTS = 4_000_000
 """Entries of routed experts that a page holds; those of further episodes are left out."""
+
+MOST_SCORE_CHARS = 4000
+"""Characters of each fact of a score that a page holds."""
 
 MOST_IMAGE_BYTES = 8_000_000
 """Bytes of images that a page holds; further images are named only."""
@@ -132,6 +136,7 @@ class _Page:
                 {"name": name, "steps": numbered(steps, positions)} for name, steps in _shown_sequences(episode)
             ],
             "said": [part[:4] for part in episode.said],
+            "score": _score(episode.record),
         }
         routed = self._routing(episode)
         if routed is not None:
@@ -148,15 +153,18 @@ class _Page:
             *(why for _, why in episode.problems),
         ]
         length = len(columns["token"])
+        unkept = _unkept(episode)
         return {
             "id": episode.id,
+            "key": episode.record.get("key"),
             "outcome": end.outcome,
             "reward": _finite(end.reward),
             "advantage": float(own[0]) if len(own) and (own == own[0]).all() else None,
             "note": "; ".join(note for note in notes if note),
-            "turns": len(episode.turns),
-            "tokens": length,
-            "trained": int((columns["trains"] > 0).sum()),
+            "turns": None if unkept else len(episode.turns),
+            "tokens": None if unkept else length,
+            "trained": None if episode.record else int((columns["trains"] > 0).sum()),
+            "unkept": unkept,
             "seconds": _finite(episode.seconds),
             "length": length,
             "body": self.blocks.json(body),
@@ -376,13 +384,60 @@ def _branchings(turns: Sequence[Turn]) -> dict[int, str]:
     return names
 
 
+def _score(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what a reward was computed from, and what went wrong, as names and texts; nothing without a record."""
+    if not record:
+        return []
+    context, info = (record.get(name) for name in ("task_context", "reward_info"))
+    known = dict(info) if isinstance(info, Mapping) else {}
+    truth = known.pop("ground_truth", None)
+    if isinstance(context, Mapping) and context.get("ground_truth") is not None:
+        truth = context["ground_truth"]
+    facts = [("target", truth)]
+    if "extracted" in known:
+        found = known.pop("extracted")
+        facts.append(("extracted", "nothing: the reward function found no answer" if found in (None, "") else found))
+    else:
+        facts.append(("final answer", record.get("final_response")))
+    facts += [("verdict", known.pop("verdict", None)), *known.items()]
+    facts += [("no reward", record.get("reward_error")), ("error", record.get("error"))]
+    return [
+        (name.replace("_", " "), _shown(value)[:MOST_SCORE_CHARS]) for name, value in facts if value not in (None, "")
+    ]
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _unkept(episode: Inspected) -> str | None:
+    """Return in words what an evaluation's record counts of calls that the page does not have; None if it has them."""
+    if episode.turns or not episode.record:
+        return None
+    observation = episode.record["observation"]
+    metrics = observation.get("metrics") if isinstance(observation, Mapping) else None
+    known = metrics if isinstance(metrics, Mapping) else {}
+    counts = [
+        counted(known[name], word)
+        for name, word in (("model_calls", "model call"), ("sampled_tokens", "sampled token"))
+        if isinstance(known.get(name), int)
+    ]
+    why = "not kept: evaluate with --keep-trajectories"
+    if episode.has_trajectory:
+        why = "too many for this page"
+    elif episode.problems:
+        why = "not readable"
+    return f"{', '.join(counts) or 'turns and tokens'} ({why})"
+
+
 def _shown_sequences(episode: Inspected) -> list[tuple[str, Sequence[Step]]]:
     """Return the names and steps of the exported sequences, then those of the other paths."""
     shown: list[tuple[str, Sequence[Step]]] = []
     for at, sequence in enumerate(episode.sequences):
         trained = int((sequence.mask > 0).sum())
         turns = counted(len(sequence.steps), "turn")
-        name = f"Sequence {at}: {turns}, {trained:,} of {len(sequence):,} tokens trained"
+        verb = "sampled" if episode.record else "trained"
+        name = f"Sequence {at}: {turns}, {trained:,} of {len(sequence):,} tokens {verb}"
         shown.append((name, sequence.steps))
     for leaf in episode.other_leaves():
         kind = "auxiliary" if leaf.is_auxiliary else leaf.status.value

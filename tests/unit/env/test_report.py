@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from strands_env.cli import main
-from strands_env.core import Environment
+from strands_env.core import Environment, RewardResult
 from strands_env.eval import Evaluator, read_results, standard_metrics
 from strands_env.eval.metrics import Prices, compare
 from strands_env.report import comparison_page, prompt_values, report_page
 from strands_sglang import SGLangModel
+from strands_sglang.cli import main as show_main
 from strands_sglang.testing import ScriptedSGLang
 from support.environments import Contains, StubEnvironment, lines, sample, step_result, tasks
 from unit.viewer.test_page import Page
@@ -85,7 +86,7 @@ def test_the_page_says_what_the_command_says(tmp_path, capsys):
     _, results = read_results(tmp_path / "a")
     for task in report["tasks"]:
         for (shown, number), one in zip(task["samples"][0], results[task["name"]], strict=True):
-            assert index["episodes"][number]["id"] == one.key
+            assert index["episodes"][number]["key"] == one.key
             assert shown == ("–" if one.reward is None else f"{one.reward:.3g}")
 
 
@@ -236,10 +237,71 @@ def test_tokens_are_in_the_page_if_it_has_room(fits, chatml_tokenizer, tmp_path,
     if not fits:
         monkeypatch.setattr("strands_sglang.viewer.page.MOST_TOKENS", 10)
     page = Page(report_page(tmp_path, success_threshold=1.0))
-    assert all((episode["tokens"] > 0) is fits for episode in page.index["episodes"])
+    assert all(bool(episode["tokens"]) is fits for episode in page.index["episodes"])
     assert any("conversations only" in note for note in page.index["report"]["notes"]) is not fits
     said = page.body(0)["said"] or [part for turn in page.body(0)["turns"] for part in turn["said"]]
     assert any("It is 0." in part[2] for part in said)
+
+
+def played(text, reward, **info):
+    """What an agent said, and what a reward function thought of it."""
+    result = step_result(reward, text)
+    return result if reward is None else result.model_copy(update={"reward": RewardResult(reward=reward, info=info)})
+
+
+def test_each_sample_says_why_it_has_its_reward(tmp_path):
+    results = [
+        played("It is 5.", 0.0, verdict="wrong", extracted="5", ground_truth="4", reason="5 is not 4"),
+        played("Who knows?", 0.0, verdict="no_answer", extracted=None),
+        step_result(None, "7", error="a tool is broken"),
+        played("4", 1.0, parts={"format": 0.5}),
+    ]
+    evaluated(tmp_path, results, 1, 4, max_concurrency=1)
+    page = Page(report_page(tmp_path, success_threshold=1.0))
+    wrong, silent, broken, other = (dict(page.body(number)["score"]) for number in range(4))
+    assert {name: wrong[name] for name in ("target", "extracted", "verdict", "reason")} == {
+        "target": str(tasks(1)[0].task_context.ground_truth),
+        "extracted": "5",
+        "verdict": "wrong",
+        "reason": "5 is not 4",
+    }
+    assert silent["verdict"] == "no_answer" and silent["extracted"].startswith("nothing")
+    assert "a tool is broken" in broken["error"] and "verdict" not in broken
+    assert (other["final answer"], other["parts"]) == ("4", '{"format": 0.5}')
+
+
+def test_a_sample_is_called_by_its_task_and_number(tmp_path, capsys):
+    evaluated(tmp_path, MIXED[:2], 2, 2)
+    keys = {(one["prompt_id"], one["sample_index"]): one["key"] for one in lines(tmp_path / "results.jsonl")}
+    index = report_of(tmp_path)
+    assert [one["id"] for one in index["episodes"]] == ["t0 #0", "t0 #1", "t1 #0", "t1 #1"]
+    assert [one["key"] for one in index["episodes"]] == [keys[prompt, at] for prompt in ("t0", "t1") for at in (0, 1)]
+    for name in ("t1#0", "t1 #0", keys["t1", 0]):
+        assert show_main(["show", str(tmp_path), "--episode", name]) == 0
+        assert "episode t1 #0:" in capsys.readouterr().out
+    assert show_main(["show", str(tmp_path), "--episode", "t2#0"]) == 2
+    error = capsys.readouterr().err
+    assert "'t0 #0', 't0 #1', 't1 #0', 't1 #1'" in error and keys["t1", 0] not in error
+
+
+def test_calls_that_were_not_kept_are_counted_from_the_record(tmp_path):
+    evaluated(tmp_path, [step_result(1.0)], 1, 1)
+    [record] = lines(tmp_path / "results.jsonl")
+    for metrics, counts in (
+        ({"model_calls": 4, "sampled_tokens": 190}, "4 model calls, 190 sampled tokens"),
+        ({}, "turns and tokens"),
+    ):
+        record["observation"]["metrics"] = metrics
+        (tmp_path / "results.jsonl").write_text(json.dumps(record, separators=(",", ":")) + "\n")
+        [episode] = report_of(tmp_path)["episodes"]
+        assert (episode["turns"], episode["tokens"]) == (None, None)
+        assert episode["unkept"] == f"{counts} (not kept: evaluate with --keep-trajectories)"
+
+
+def test_an_evaluation_has_no_credit(tmp_path):
+    index = report_of(evaluated(tmp_path, MIXED[:2]))
+    assert index["credit"] == []
+    assert {(one["advantage"], one["trained"]) for one in index["episodes"]} == {(None, None)}
 
 
 def test_commands_write_the_page_and_name_it(tmp_path, capsys, monkeypatch):

@@ -53,8 +53,12 @@ def read_evaluation(results: Path) -> list[Group]:
                 twice.add(own["key"])
             records[own["key"]] = (file, own)
     vocabulary: dict[int, bytes] = {}
+    names: set[str] = set()
     for key, (file, record) in records.items():
         episode = _episode(file, record, results.with_name(f"{stem}.trajectories") / f"{key}.safetensors")
+        if episode.id in names:  # a record of another configuration
+            episode.id += f" ({key})"
+        names.add(episode.id)
         if key in twice:
             why = f"{results.name} has several records of it; the last one is examined"
             episode.problems.append(("structure", why))
@@ -85,11 +89,11 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _episode(file: Path, record: Mapping[str, Any], trajectory_file: Path) -> Inspected:
-    key = str(record["key"])
+    name = f"{record['prompt_id']} #{record['sample_index']}"
     if trajectory_file.is_file():
-        episode = inspect_file(trajectory_file, key)
+        episode = inspect_file(trajectory_file, name)
     else:
-        episode = Inspected(key, Trajectory(), str(file), has_trajectory=False)
+        episode = Inspected(name, Trajectory(), str(file), has_trajectory=False)
     wanted = {"reward": int | float, "seconds": int | float, "termination_reason": str, "error": str}
     for name, kind in {**wanted, "reward_error": str}.items():
         if record.get(name) is not None and not isinstance(record[name], kind):

@@ -4,6 +4,7 @@ import { biography, facts, fate } from "./biography.mjs";
 import { PROPERTIES, available, legend } from "./colors.mjs";
 import { Conversation } from "./conversation.mjs";
 import { count, counted, h, number } from "./dom.mjs";
+import { scoreCard } from "./score.mjs";
 import { Finder, addressOf } from "./search.mjs";
 import { Strip } from "./strip.mjs";
 import { difference, marks, states, treeRow, treeRows, why } from "./tree.mjs";
@@ -80,6 +81,7 @@ export class EpisodeView {
       states: h("details.states"),
       sequence: h("select", { "aria-label": "Sequence", onchange: (event) => this.app.go(`episode-${this.number}-sequence-${event.target.value}`) }),
       color: h("select", { "aria-label": "Color by", onchange: (event) => this.recolor(event.target.value) }),
+      score: h("div.score", { tabindex: "0", role: "group", "aria-label": "Score" }),
       legend: h("div.legends"),
       rendered: h("button.render", { type: "button", "aria-pressed": "false", onclick: () => this.toggleRendered(), title: "Read what the model wrote as Markdown, and indent JSON (r)" }, "Render"),
       strip: h("div.viewport.strip", { tabindex: "0", role: "group", "aria-label": "Tokens; arrow keys move" }),
@@ -104,6 +106,7 @@ export class EpisodeView {
         ),
         this.finder.told,
         this.finder.results,
+        parts.score,
         parts.legend,
         h("div.panes", {}, parts.strip, parts.conversation),
         parts.life,
@@ -142,14 +145,18 @@ export class EpisodeView {
     const { index } = this.app;
     const { parts, head, body } = this;
     const around = index.episodes.map((_, i) => i).filter((i) => Math.abs(i - this.number) < 100);
-    parts.episode.replaceChildren(...around.map((i) => h("option", { value: i, selected: i === this.number }, index.episodes[i].id)));
+    parts.episode.replaceChildren(...around.map((i) => h("option", { value: i, selected: i === this.number, title: index.episodes[i].key }, index.episodes[i].id)));
     const words = [
       head.outcome,
       `reward ${number(head.reward, 3)}`,
       head.advantage === null ? null : `advantage ${number(head.advantage, 3)}`,
-      ...(body.length ? [counted(head.turns, "turn"), counted(head.tokens, "token"), `${count(head.trained)} trained`] : []),
+      ...(head.unkept ? [head.unkept] : [counted(head.turns, "turn"), counted(head.tokens, "token")]),
+      head.trained === null ? null : `${count(head.trained)} trained`,
       head.note,
     ];
+    const score = scoreCard(head, body.score, index.report?.success_threshold);
+    parts.score.replaceChildren(...score);
+    parts.score.hidden = !score.length;
     parts.facts.replaceChildren(...words.filter(Boolean).map((word) => h("span", {}, word)));
     const own = index.findings.map((finding, i) => [finding, i]).filter(([finding]) => finding.episode === this.number);
     parts.found.replaceChildren(
