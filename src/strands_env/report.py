@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from strands_sglang import __version__
 from strands_sglang.viewer import Plot, Report, Table, Task, UnreadableError, read_episodes, render
 
-from .eval.checkpoint import CheckpointError, EvalSample, Results, read_results, results_file
+from .eval.checkpoint import CheckpointError, EvalSample, Results, Run, read_results, results_file
 from .eval.metrics import (
     SAMPLE_COUNTS,
+    Difference,
     Prices,
     Score,
     answer_of,
@@ -74,6 +79,9 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
     head, *rows = metric_rows(metrics)
     report = Report(
         name="Report",
+        headline=_headline(metrics),
+        about=_about(path, run, samples),
+        success_threshold=success_threshold,
         notes=[
             f"{len(run.prompts)} prompts x {n} samples: {counts}.",
             *(["Waiting and dropped samples are in no metric."] if missing else []),
@@ -81,14 +89,13 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
             *episodes.notes,
         ],
         tables=[
-            Table(title="Metrics", head=head, rows=rows),
+            Table(title="Metrics", head=head, rows=_rounded(rows)),
             _outcomes({"samples": samples}),
             _costs(
                 samples, prices, {} if prices is None else costs(results, prices, success_threshold=success_threshold)
             ),
         ],
         plots=[
-            *_shares(samples),
             *_histogram("Rewards", "samples", [one.reward for one in samples if one.reward is not None]),
             *_histogram("Sampled tokens", "samples", _measured(samples, "sampled_tokens")),
             *_histogram("Seconds", "samples", _measured(samples, "seconds")),
@@ -102,6 +109,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
             Task(
                 name=prompt,
                 question=_question(row),
+                target=_target(row),
                 state=_state(scored.get(prompt, [])),
                 values={name: [_finite(of.get(prompt))] for name, of in values.items()},
                 facts=[
@@ -141,17 +149,25 @@ def comparison_page(first: str | Path, second: str | Path, *, success_threshold:
     states = {task.prompt: _flip(task.first_success, task.second_success) for task in found.tasks}
     rewards = [(task.first_reward, task.second_reward) for task in found.tasks]
     successes = [(task.first_success, task.second_success) for task in found.tasks]
-    differences = difference_rows(found)
+    head, *differences = difference_rows(found)
+    metrics = {"pass@1": _differences("pass@1", successes)}
+    if rewards == successes:
+        differences = [row for row in differences if row[0] != "mean reward"]
+    else:
+        metrics["mean reward"] = _differences("mean reward", rewards)
     report = Report(
         name="Compare",
+        headline=_verdict(found.differences[0]),
+        about=[("A", f"{first}"), ("B", f"{second}"), *_made_by("compare", first, second)],
+        success_threshold=success_threshold,
         notes=[
-            f"A is {first}, B is {second}. Prompts in both: {found.common}"
+            f"Prompts in both: {found.common}"
             + (f"; {' and '.join(only)}: only those in both are compared." if only else "."),
             "A task is flipped if most of its samples succeed in one evaluation and not in the other.",
             *episodes.notes,
         ],
         tables=[
-            Table(title="Differences, paired by prompt", head=differences[0], rows=differences[1:]),
+            Table(title="Differences, paired by prompt", head=head, rows=_rounded(differences)),
             Table(
                 title="Tasks that flipped, and others",
                 head=["state", "tasks"],
@@ -166,10 +182,7 @@ def comparison_page(first: str | Path, second: str | Path, *, success_threshold:
             *_configuration(found.configuration),
         ],
         plots=[],
-        metrics={
-            "pass@1": _differences("pass@1", successes),
-            "mean reward": _differences("mean reward", rewards),
-        },
+        metrics=metrics,
         columns=["A", "B", "B − A"],
         facts=[],
         evaluations=["Samples of A", "Samples of B"],
@@ -178,6 +191,7 @@ def comparison_page(first: str | Path, second: str | Path, *, success_threshold:
             Task(
                 name=task.prompt,
                 question=_question(row),
+                target=_target(row),
                 state=states[task.prompt],
                 values={
                     "pass@1": _pair(task.first_success, task.second_success),
@@ -253,6 +267,75 @@ class _Shown:
         ]
 
 
+# --- what is said of an evaluation ---
+
+
+def _headline(metrics: Mapping[str, float]) -> str:
+    value, low, high = (metrics.get(f"pass@1{ending}") for ending in ("", "_low", "_high"))
+    if value is None or not math.isfinite(value):
+        return "No sample has a score yet"
+    interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+    return f"pass@1 {value:.2f}{interval}"
+
+
+def _verdict(difference: Difference) -> str:
+    """Which of two evaluations is better, if their interval tells."""
+    interval = difference.interval
+    told = f"{difference.name} {interval.value:+.2f}"
+    if interval.low is None or interval.high is None:
+        return f"Too few prompts to tell which is better: {told}"
+    told += f" [{interval.low:+.2f}, {interval.high:+.2f}]"
+    if interval.low <= 0 <= interval.high:
+        return f"No clear difference: {told}"
+    return f"{'B' if interval.value > 0 else 'A'} is better: {told}"
+
+
+def _about(path: str | Path, run: Run, samples: Sequence[EvalSample]) -> list[tuple[str, str]]:
+    """What was evaluated, how and when, as far as the files tell."""
+    config = run.config
+    sampling = config.get("sampling_params")
+    ends = [(one.ended_at - one.seconds, one.ended_at) for one in samples if one.ended_at is not None]
+    when = ""
+    if ends:
+        began, ended = min(start for start, _ in ends), max(end for _, end in ends)
+        when = f"{datetime.fromtimestamp(began, timezone.utc):%Y-%m-%d %H:%M} UTC, took {ended - began:,.1f} s"
+    facts = {
+        "Model": config.get("model_id") or config.get("served_model_path") or config.get("tokenizer"),
+        "Weights": config.get("served_weight_version"),
+        "Backend": config.get("backend"),
+        "Data": run.benchmark,
+        "Environment": config.get("env"),
+        "Reward": config.get("reward"),
+        "Samples per prompt": run.n_samples_per_prompt,
+        "Sampling": ", ".join(f"{name} {value}" for name, value in sampling.items())
+        if isinstance(sampling, Mapping)
+        else None,
+        "Started": when,
+        "Results": path,
+    }
+    told = [(name, f"{value}"[:300]) for name, value in facts.items() if value not in (None, "")]
+    return [*told, *_made_by("report", path)]
+
+
+def _made_by(command: str, *paths: str | Path) -> list[tuple[str, str]]:
+    named = shlex.join(["strands-env", command, *map(str, paths), "--html"])
+    return [("Page made by", f"{named}, version {__version__}")]
+
+
+def _rounded(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Cells as people read them: two decimals, and words for an interval."""
+    return [
+        [
+            name,
+            *(
+                re.sub(r"\d+\.\d{4}", lambda found: f"{float(found[0]):.2f}", cell).replace(" .. ", " to ")
+                for cell in row
+            ),
+        ]
+        for name, *row in rows
+    ]
+
+
 # --- what is said of samples and tasks ---
 
 _FLIPS = ("flipped to success", "flipped to failure", "better", "worse", "same")
@@ -285,6 +368,12 @@ def _question(row: Sequence[EvalSample]) -> str:
         texts = [block.get("text", "") for block in blocks if isinstance(block, Mapping)] if blocks else []
         message = " ".join(map(str, texts))
     return " ".join(message.split())[:200]
+
+
+def _target(row: Sequence[EvalSample]) -> str:
+    """What the rewards of a task compare with, as one line."""
+    truth = row[0].action.task_context.ground_truth if row else None
+    return "" if truth is None else " ".join(str(truth)[:1000].split())[:200]
 
 
 def _measured(samples: Iterable[EvalSample], name: str) -> list[float]:
@@ -326,7 +415,7 @@ def _outcomes(samples: Mapping[str, Sequence[EvalSample]]) -> Table:
             [
                 name,
                 *chain.from_iterable(
-                    (str(count[name]), f"{100 * count[name] / total:.1f} %")
+                    (str(count[name]), f"{100 * count[name] / total:.1f}%")
                     for count, total in zip(counts, totals, strict=True)
                 ),
                 *([f"{counts[1][name] - counts[0][name]:+d}"] if moved else []),
@@ -340,7 +429,7 @@ def _costs(samples: Sequence[EvalSample], prices: Prices | None, spent: Mapping[
     measured = {title: _measured(samples, name) for name, title in MEASURES.items()}
     if prices is not None:
         known = [prices.cost_of(sample) for sample in samples if sample.is_finished]
-        measured["Cost of tokens"] = [cost for cost in known if cost is not None]
+        measured["Cost of tokens, in the currency of --prices"] = [cost for cost in known if cost is not None]
     rows = []
     for title, values in measured.items():
         if values:
@@ -353,7 +442,7 @@ def _costs(samples: Sequence[EvalSample], prices: Prices | None, spent: Mapping[
     if ends:
         took = max(end for _, end in ends) - min(start for start, _ in ends)
         rows.append(["From first start to last end, in seconds", f"{took:,.1f}", *["-"] * 4])
-    return Table(title="Cost and time", head=["", "all samples", "mean", "median", "95 %", "most"], rows=rows)
+    return Table(title="Cost and time", head=["", "all samples", "mean", "median", "p95", "max"], rows=rows)
 
 
 def _configuration(differing: Mapping[str, tuple[Any, Any]]) -> list[Table]:
@@ -369,54 +458,37 @@ def _drawn(chart: Any) -> str:
     return svg.replace("<svg ", f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" ', 1)
 
 
-def _shares(samples: Sequence[EvalSample]) -> list[Plot]:
-    """A bar for each outcome."""
-    import leather
-
-    counts = Counter(one.step_result.termination_reason.value for one in samples)
-    shares = [(100 * count / len(samples), name) for name, count in counts.most_common()]
-    if not shares:
-        return []
-    chart = leather.Chart()
-    chart.add_x_scale(0, 100)
-    chart.add_x_axis(name="% of samples")
-    chart.add_bars(shares)
-    says = ", ".join(f"{name}: {share:.1f} %" for share, name in shares)
-    return [Plot(title="Outcomes", says=f"Share of samples: {says}", svg=_drawn(chart))]
-
-
 def _histogram(title: str, of: str, values: Sequence[float]) -> list[Plot]:
-    """A bar for each value if there are few, else for each of `BARS` equal ranges; nothing without values."""
+    """A bar for each of some equal ranges between round numbers, empty ones included; nothing without values."""
     import leather
 
-    seen = sorted(set(values))
-    if not seen:
+    if not values:
         return []
-    if len(seen) <= BARS:
-        starts, counts = seen, [values.count(value) for value in seen]
-    else:
-        numbers, edges = np.histogram(values, bins=BARS)
-        starts, counts = edges[:-1].tolist(), numbers.tolist()
-    exact = [f"{value:.3g}" for value in starts]
-    names = exact if len(seen) <= BARS and len(set(exact)) == len(exact) else _axis(starts)
+    starts, counts, width = _bins(values)
+    decimals = max(0, -math.floor(math.log10(width)))
+    names = [f"{start:,.{decimals}f}" for start in starts]
     chart = leather.Chart()
     chart.add_y_scale(0, max(counts))
+    chart.add_y_axis(name=of, tick_formatter=lambda value, *_: f"{value:,.0f}" if value == int(value) else "")
+    chart.add_x_axis(name=f"{title}, in ranges of {width:g} that start at")
     chart.add_columns(list(zip(names, counts, strict=True)))
-    says = ", ".join(f"{name.strip()}: {count}" for name, count in zip(names, counts, strict=True))
-    kind = "value" if len(seen) <= BARS else "range from"
-    return [Plot(title=title, says=f"Number of {of} per {kind} {says}", svg=_drawn(chart))]
+    says = ", ".join(f"{name}: {count}" for name, count in zip(names, counts, strict=True))
+    return [Plot(title=title, says=f"Number of {of} per range of {width:g} from {says}", svg=_drawn(chart))]
 
 
-def _axis(values: Sequence[float]) -> list[str]:
-    """Short names of ascending values, all different, with as many decimals as tell them apart."""
-    step = min((after - one for one, after in itertools.pairwise(values)), default=1.0)
-    unit, sign = (1000.0, "k") if step >= 1000 else (1.0, "")
-    decimals = min(12, max(0, math.ceil(-math.log10(step / unit))))
-    names: list[str] = []
-    for value in values:
-        name = f"{value / unit:.{decimals}f}".removesuffix("." + "0" * decimals) + sign
-        names.append(name if name not in names else names[-1] + " ")
-    return names
+def _bins(values: Sequence[float]) -> tuple[list[float], list[int], float]:
+    """Return where ranges start, how many values each has, and how wide they are: 1, 2 or 5 times a power of ten."""
+    low, high = min(values), max(values)
+    least = max((high - low) / BARS, abs(high) * 1e-9, 1e-12)
+    power = 10.0 ** math.floor(math.log10(least))
+    width = next(width for width in (power, 2 * power, 5 * power, 10 * power) if width >= least * (1 - 1e-9))
+    if all(value == int(value) for value in values):
+        width = max(width, 1.0)
+    first = math.floor(low / width + 1e-9)
+    places = [math.floor(value / width + 1e-9) - first for value in values]
+    counts = Counter(places)
+    bars = max(places) + 1
+    return [(first + place) * width for place in range(bars)], [counts[place] for place in range(bars)], width
 
 
 def _curve(family: str, metrics: Mapping[str, float]) -> Plot | None:
@@ -437,6 +509,7 @@ def _curve(family: str, metrics: Mapping[str, float]) -> Plot | None:
     chart.add_x_scale(0, points[-1][0])
     chart.add_x_axis(ticks=[k for k, _ in points], name="samples k")
     chart.add_y_scale(0, 1)
+    chart.add_y_axis(name=f"{family}@k")
     chart.add_line(line)
     says = ", ".join(f"{family}@{k}: {value:.3f}" for k, value in points)
     return Plot(title=f"{family}@k with 95 % intervals", says=says, svg=_drawn(chart))

@@ -9,6 +9,7 @@ import subprocess
 import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from playwright.sync_api import sync_playwright
@@ -430,6 +431,48 @@ def test_a_search_finds_what_is_in_other_episodes(files, open_page):
     assert '"reward" is not a property' in told.inner_text() and "logprob<-5" in told.inner_text()
 
 
+def cells(page, name):
+    """The cells in view of a column of the overview, headings of groups left out."""
+    heads = page.locator(".overview .head .cell").all_inner_texts()
+    at = next(i for i, head in enumerate(heads) if head.rstrip(" ▲▼") == name)
+    rows = page.locator(".overview .rows .row:not(.group):not(:has(.group))")
+    return rows.evaluate_all(
+        "(rows, at) => rows.map(row => [parseFloat(row.style.top), row.children[at].innerText])"
+        ".sort((a, b) => a[0] - b[0]).map(([, text]) => text)",
+        at,
+    )
+
+
+def test_the_overview_is_sorted_and_filtered(files, open_page):
+    page = open_page(files / "jars.html", "#overview")
+    assert page.locator(".overview .group").count() == 2
+    page.locator(".overview .head button", has_text="Reward").click()
+    rewards = [float(text) for text in cells(page, "Reward")]
+    assert rewards == sorted(rewards) and set(rewards) == {0.0, 1.0} and page.locator(".overview .group").count() == 0
+    assert set(page.locator(".overview .chip.bad").all_inner_texts()) == {"0"}
+    assert all(text.startswith("A crate holds") for text in cells(page, "Question"))
+    page.get_by_label("Filter the episodes").fill("1,728 jars")
+    assert cells(page, "Episode") == ["jars-2"] and "1 of 10 shown" in page.locator(".overview").inner_text()
+
+
+def test_credit_begins_with_a_verdict(tmp_path, open_page):
+    groups = written.groups_of_jars()
+    first = groups[0].episodes[0]
+    (tmp_path / "exact.html").write_text(render(groups, []))
+    page = open_page(tmp_path / "exact.html", "#credit")
+    assert page.locator(".verdict.good").inner_text() == "All 10 episodes: exact with your loss."
+    assert page.locator(".credit .off, .credit .trainer").count() == 0
+    page.get_by_label("compare losses").check()
+    assert page.locator(".credit .head .trainer").count() > 3
+    row = first.sequences[0].row
+    first.sequences[0].row = replace(row, loss_weight=row.loss_weight / 2)
+    (tmp_path / "off.html").write_text(render(groups, []))
+    page = open_page(tmp_path / "off.html", "#credit")
+    assert page.locator(".verdict.bad").inner_text().startswith("1 episode of 10 is not exact")
+    shown = page.locator(".credit .row").filter(has=page.get_by_role("link", name=first.id, exact=True))
+    assert shown.locator(".off").all_inner_texts()[-1] == "0.5×"
+
+
 @pytest.mark.parametrize("address", ["", "#finding-1", "#episode-0", "#siblings-0", "#credit", "#drift", "#<b>"])
 def test_hostile_content_is_only_text(address, files, open_page):
     page = open_page(files / "hostile.html", address)
@@ -614,6 +657,10 @@ def test_tasks_are_sorted_filtered_and_opened(reports, open_page):
     page.locator(".report .samples a").nth(2).click()
     page.wait_for_selector(".conversation .card")
     assert "reward 0" in page.locator(".facts").inner_text()
+    assert "3 model calls" in page.locator(".facts").inner_text() and "0 turns" not in page.locator("body").inner_text()
+    assert (
+        "final answer" in page.locator(".score").inner_text() and page.locator(".score .chip.bad").inner_text() == "0"
+    )
     assert page.locator(".conversation .card").first.inner_text().startswith("user")
     assert page.locator(".strip").is_hidden()
     page.get_by_role("searchbox").fill("It is True")
@@ -623,7 +670,7 @@ def test_tasks_are_sorted_filtered_and_opened(reports, open_page):
     assert page.get_by_label("State").input_value() == "never solved"
 
 
-@pytest.mark.parametrize(("name", "count"), [("report", 6), ("jars", 5)])
+@pytest.mark.parametrize(("name", "count"), [("report", 3), ("jars", 4)])
 def test_numbers_open_the_views_in_the_order_of_buttons(name, count, files, reports, open_page):
     page = open_page((reports[0] if name == "report" else files) / f"{name}.html")
     buttons = page.locator("nav a")

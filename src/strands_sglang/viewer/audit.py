@@ -55,6 +55,7 @@ def audit_credit(groups: Sequence[Group], numbers: Mapping[tuple[str, str, str],
 
 def _audit(file: str, groups: Sequence[Group], numbers: Mapping[tuple[str, str, str], int]) -> dict[str, Any] | None:
     rows: list[TrainingRow] = []
+    trained_sequences: list[TokenSequence] = []
     episodes: list[dict[str, Any]] = []
     for group in groups:
         computed = advantages_of(group)
@@ -66,6 +67,7 @@ def _audit(file: str, groups: Sequence[Group], numbers: Mapping[tuple[str, str, 
                 amounts = _amounts(sequence, computed.get(episode.id), positions)
                 if amounts is not None:
                     own.append({"sequence": at, "row": len(rows), **amounts})
+                    trained_sequences.append(sequence)
                     rows.append(_sized_row(f"{group.id}/{episode.id}", len(sequence), amounts["tokens"], trained))
             note = "no advantage, or no trained token" if episode.left_out is None else str(episode.left_out)
             episodes.append(
@@ -78,19 +80,34 @@ def _audit(file: str, groups: Sequence[Group], numbers: Mapping[tuple[str, str, 
             )
     if not rows:
         return None
+    given = [one.row.loss_weight if one.row is not None else None for one in trained_sequences]
     longest = max(map(len, rows))
     batch = Batch(rows, micro_batches=[list(range(len(rows)))], max_length=longest)
+    normalizers: dict[str, Any] = {name: _normalized(rows, batch, name) for name in NORMALIZERS}
     return {
         "name": short_name(file),
+        "trainer": _trainer(given, normalizers),
         "caption": (
             f"{batch.episodes} episodes in {len(rows)} rows, {batch.trained:,} trained tokens. Weights are those of "
             f"one micro-batch and a maximum length of {longest:,} tokens; advantages are the file's, else the reward "
             "minus the mean of its group."
         ),
         "recorded": any("recorded" in row for row in chain.from_iterable(episode["rows"] for episode in episodes)),
-        "normalizers": {name: _normalized(rows, batch, name) for name in NORMALIZERS},
+        "normalizers": normalizers,
         "episodes": episodes,
     }
+
+
+def _trainer(given: Sequence[float | None], normalizers: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the normalizer and the losses whose weights most rows of a file have; None if there are none such."""
+    known, most = None, len(given) // 2
+    for name, normalized in normalizers.items():
+        for loss in normalized["losses"]:
+            pairs = zip(given, loss["weights"], strict=True)
+            fitting = sum(weight is not None and math.isclose(weight, wanted, rel_tol=1e-6) for weight, wanted in pairs)
+            if fitting > most:
+                known, most = {"normalizer": name, "loss": loss["names"]}, fitting
+    return known
 
 
 def _amounts(sequence: TokenSequence, computed: float | None, positions: Mapping[int, int]) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ..inspection.records import Finding, Group, count_tokens, turns_of
 from .blocks import Blocks
 from .payload import page_index
-from .stores import short_name
+from .stores import run_name
 
 if TYPE_CHECKING:
     from .reports import Report
@@ -52,7 +52,7 @@ def render(
     Args:
         groups: The episodes, such as `inspection.reading.read` returns.
         findings: What the doctor found; None if nothing was examined.
-        title: Title of the page; by default the names of the files.
+        title: Title of the page; by default the name of the run, or those of the files.
         report: What the page shows first of the evaluation, or the two, that the episodes are the samples of.
 
     Raises:
@@ -60,9 +60,7 @@ def render(
     """
     check_size(groups)
     blocks = Blocks()
-    names = dict.fromkeys(short_name(group.file) for group in groups)
-    more = f", and {len(names) - 3} more" if len(names) > 3 else ""
-    title = title or ", ".join(list(names)[:3]) + more
+    title = title or run_name([group.file for group in groups])
     index = page_index(groups, findings, blocks)
     blocks.json({"title": title, **index, "report": report}, "index")
     style = (FRONT / "style.css").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..inspection.doctor import KINDS
-from ..inspection.records import Finding, Group, Inspected, Step, Writer, halves, steps_to
+from ..inspection.records import Finding, Group, Inspected, Step, Writer, halves, steps_to, turns_of
 from ..inspection.texts import writers_of
 from ..messages.content import Picture
 from ..shown import counted
@@ -49,7 +49,7 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
         findings: What the doctor found; None if nothing was examined.
         blocks: Where the values go.
     """
-    page = _Page(blocks)
+    page = _Page(blocks, groups)
     drift = measure(groups)
     entries: list[dict[str, Any]] = []
     listed: list[dict[str, Any]] = []
@@ -58,7 +58,7 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
     for number, group in enumerate(groups):
         # Groups of several steps have the same names.
         name = f"{group.id} of {short_name(group.file)}" if len(named) > 1 and group.file in named else group.id
-        listed.append({"name": name, "file": group.file, "episodes": [], "note": ""})
+        listed.append({"name": name, "file": group.file, "episodes": []})
         advantages = advantages_of(group)
         for episode in group.episodes:
             numbers[(group.file, group.id, episode.id)] = len(entries)
@@ -72,7 +72,7 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
     for number, entry in enumerate(entries):
         entry["found"] = found[number]
     notes = []
-    if not any(group.vocabulary for group in groups) and entries:
+    if not any(group.vocabulary for group in groups) and any(entry["length"] for entry in entries):
         notes.append("The files do not contain the text of their tokens, so ids are shown. Use --tokenizer for text.")
     if page.left_out:
         notes.append(f"{page.left_out} images are too large for the page and are only named.")
@@ -88,6 +88,7 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
             "texts": blocks.json([_text(text) for _, text in page.vocabulary]),
         },
         "groups": listed,
+        "steps": _steps(groups),
         "episodes": entries,
         "findings": located,
         "credit": audit_credit(groups, numbers),
@@ -98,8 +99,12 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
 class _Page:
     """Adds one episode after the other to a page, with the tables that all episodes share."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: Blocks, groups: Sequence[Group]) -> None:
         self.blocks = blocks
+        self._newest: dict[str, int] = {}
+        for group in groups:
+            versions = [version for turn in turns_of([group]) for version, _ in _versions(turn)]
+            self._newest[group.file] = max([self._newest.get(group.file, 0), *versions])
         self.vocabulary: dict[tuple[int, bytes | None], int] = {}
         self.versions: dict[str, int] = {}
         self.whys: dict[str, int] = {}
@@ -146,7 +151,10 @@ class _Page:
         own = columns["advantage"][columns["trains"] > 0]
         own = own[np.isfinite(own)]
         end = episode.end
+        newest = self._newest[group.file]
+        stale = sum(count for turn in episode.turns for version, count in _versions(turn) if version < newest)
         notes = [
+            stale and f"{counted(stale, 'token')} of older weights",
             episode.left_out and f"left out: {episode.left_out}",
             end.reward_error and f"no reward: {end.reward_error}",
             end.error,
@@ -154,9 +162,14 @@ class _Page:
         ]
         length = len(columns["token"])
         unkept = _unkept(episode)
+        question, answer = _outline(episode, body)
+        gaps = np.abs(columns["trainer_logprob"] - columns["logprob"])[columns["trains"] > 0]
         return {
             "id": episode.id,
             "key": episode.record.get("key"),
+            "question": question,
+            "answer": answer,
+            "gap": float(gaps[np.isfinite(gaps)].max()) if np.isfinite(gaps).any() else None,
             "outcome": end.outcome,
             "reward": _finite(end.reward),
             "advantage": float(own[0]) if len(own) and (own == own[0]).all() else None,
@@ -382,6 +395,42 @@ def _branchings(turns: Sequence[Turn]) -> dict[int, str]:
         if turn.is_answered:
             extended.add(id(turn.parent))
     return names
+
+
+def _steps(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return the mean reward of each training step; nothing if there are no two."""
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        if group.kind in ("step", "slime"):
+            known = (_finite(episode.end.reward) for episode in group.episodes)
+            rewards.setdefault(group.file, []).extend(reward for reward in known if reward is not None)
+    steps = [
+        {"name": short_name(file), "reward": sum(own) / len(own), "rewards": len(own)}
+        for file, own in rewards.items()
+        if own
+    ]
+    return steps if len(steps) > 1 else []
+
+
+def _versions(turn: Turn) -> list[tuple[int, int]]:
+    """Return the versions that sampled a turn, with their numbers of tokens; without those that are no integers."""
+    spans = () if turn.generation is None else turn.generation.weight_versions
+    numbers = [("0" if version == "default" else version, stop - start) for version, start, stop in spans]
+    return [(int(version), count) for version, count in numbers if version.isdecimal()]
+
+
+def _outline(episode: Inspected, body: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what was asked, and the last answer, each as one line."""
+    turns = [turn["said"] for turn in body["turns"] if not turn["auxiliary"]] or [body["said"]]
+    asked = [text for role, kind, text, _ in turns[0] if (role, kind) == ("user", "text")]
+    answers = [text for said in turns for role, kind, text, _ in said if (role, kind) == ("assistant", "text")]
+    message = episode.record.get("message")
+    question = message if isinstance(message, str) else "".join(asked[-1:] if body["turns"] else asked[:1])
+    return _line(question), _line("".join(answers[-1:]))
+
+
+def _line(text: str) -> str:
+    return " ".join(text[:1000].split())[:200]
 
 
 def _score(record: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -46,6 +46,7 @@ class Task(TypedDict):
     Attributes:
         name: Its id.
         question: What it asks.
+        target: What its rewards compare with; empty if unknown.
         state: One of the states of the report.
         values: For each metric, a value per column; None if unknown.
         facts: A number for each fact of the report; None if unknown.
@@ -54,6 +55,7 @@ class Task(TypedDict):
 
     name: str
     question: str
+    target: str
     state: str
     values: dict[str, list[float | None]]
     facts: list[float | None]
@@ -65,6 +67,9 @@ class Report(TypedDict):
 
     Attributes:
         name: Name of the view.
+        headline: The result in one sentence.
+        about: What was evaluated, how and when, as names and texts.
+        success_threshold: Minimum reward of a success.
         notes: What the reader should know first.
         tables: Tables.
         plots: Plots that do not depend on the metric.
@@ -77,6 +82,9 @@ class Report(TypedDict):
     """
 
     name: str
+    headline: str
+    about: list[tuple[str, str]]
+    success_threshold: float
     notes: list[str]
     tables: list[Table]
     plots: list[Plot]

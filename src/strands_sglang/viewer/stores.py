@@ -43,6 +43,24 @@ def numbered(steps: Sequence[Step], positions: Mapping[int, int]) -> list[list[i
     return [[positions[id(step.turn)], step.stop - step.sampled] for step in steps]
 
 
+def run_name(files: Sequence[str]) -> str:
+    """Return what people call the run that files are of; the names of the files if they are of no one run."""
+    names = list(dict.fromkeys(short_name(file) for file in files))
+    folders = {_run_folder(Path(file)) for file in files if Path(file).exists()}
+    if len(folders) == 1 and (len(names) > 1 or Path(files[0]).suffix == ".jsonl"):
+        return folders.pop().name
+    more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _run_folder(file: Path) -> Path:
+    """Return the folder of the run that a file is part of."""
+    folder = file.absolute().parent
+    if file.name == "rows.safetensors":
+        folder = folder.parent
+    return folder.parent if folder.name in ("steps", "trajectories") else folder
+
+
 def short_name(file: str) -> str:
     """Return what people call a file: the step for the rows of a step."""
     path = Path(file)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -14,7 +15,7 @@ from strands_env.core import Environment, RewardResult
 from strands_env.eval import Evaluator, read_results, standard_metrics
 from strands_env.eval.metrics import Prices, compare
 from strands_env.report import comparison_page, prompt_values, report_page
-from strands_sglang import SGLangModel
+from strands_sglang import SGLangModel, __version__
 from strands_sglang.cli import main as show_main
 from strands_sglang.testing import ScriptedSGLang
 from support.environments import Contains, StubEnvironment, lines, sample, step_result, tasks
@@ -76,11 +77,16 @@ def test_the_page_says_what_the_command_says(tmp_path, capsys):
     report = index["report"]
     main(["report", str(tmp_path / "a")])
     printed = capsys.readouterr().out
+    rounded = re.sub(r"\d\.\d{4}", lambda found: f"{float(found[0]):.2f}", printed.replace(" .. ", " to "))
     for row in report["tables"][0]["rows"]:
-        assert " ".join(row) in " ".join(printed.split())
+        assert " ".join(row) in " ".join(rounded.split())
+    [shown] = [row for row in report["tables"][0]["rows"] if row[0] == "pass@1"]
+    assert report["headline"] == f"pass@1 {shown[1]} [{shown[2].replace(' to ', ', ')}]"
     assert "dropped" in report["notes"][0] and "in no metric" in report["notes"][1]
     [seconds] = [plot["says"] for plot in report["plots"] if plot["title"] == "Seconds"]
-    assert sum(int(part.split(": ")[1]) for part in seconds.split(", ")) == int(report["notes"][0].split()[5])
+    assert sum(int(part.split(": ")[1]) for part in seconds.split(" from ")[1].split(", ")) == int(
+        report["notes"][0].split()[5]
+    )
     outcomes = {name: int(count) for name, count, _ in report["tables"][1]["rows"]}
     assert sum(outcomes.values()) == 12 and outcomes["infrastructure_error"] >= 2
     _, results = read_results(tmp_path / "a")
@@ -115,21 +121,50 @@ def test_costs_are_those_of_the_tokens_that_servers_counted(chatml_tokenizer, tm
     page = Page(report_page(tmp_path, success_threshold=1.0, prices=Prices(3, 1, 10)))
     rows = {row[0]: row[1] for row in page.index["report"]["tables"][2]["rows"]}
     assert (rows["Prompt tokens"], rows["Cost of tokens per solved task"]) == (f"{prompts:,}", f"{total:.3g}")
-    assert float(rows["Cost of tokens"]) == pytest.approx(total, rel=0.01)
+    assert float(rows["Cost of tokens, in the currency of --prices"]) == pytest.approx(total, rel=0.01)
 
 
 def test_plots_are_svg_without_scripts_styles_and_addresses(tmp_path):
     played = [step_result(reward) for reward in np.linspace(-1, 1, 16)]
     report = report_of(evaluated(tmp_path, played, count=4))["report"]
     plots = [*report["plots"], *filter(None, report["metrics"].values())]
-    assert {"Outcomes", "Rewards", "Seconds", "pass@k with 95 % intervals"} <= {plot["title"] for plot in plots}
+    assert {"Rewards", "Seconds", "pass@k with 95 % intervals"} <= {plot["title"] for plot in plots}
     for plot in plots:
         assert plot["says"]
         for element in ElementTree.fromstring(plot["svg"]).iter():
             assert element.tag.split("}")[1] in {"svg", "g", "rect", "line", "text", "path"}
             assert not {"style", "href", "onload"} & set(element.attrib)
     [rewards] = [plot for plot in report["plots"] if plot["title"] == "Rewards"]
-    assert rewards["svg"].count("<rect") == 1 + 10
+    assert rewards["svg"].count("<rect") == 1 + 11  # ranges of 0.2 from -1 to 1
+
+
+def test_bars_are_as_far_apart_as_their_values(tmp_path):
+    evaluated(tmp_path, [step_result(1.0)], 1, 10)
+    records = lines(tmp_path / "results.jsonl")
+    for record, count in zip(records, (10, 11, 12, 13, 50, 51, 52, 53, 91, 124), strict=True):
+        record["observation"]["metrics"]["sampled_tokens"] = count
+    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+    (tmp_path / "results.jsonl").write_text(text)
+    [plot] = [plot for plot in report_of(tmp_path)["report"]["plots"] if plot["title"] == "Sampled tokens"]
+    assert plot["says"] == "Number of samples per range of 20 from 0: 4, 20: 0, 40: 4, 60: 0, 80: 1, 100: 0, 120: 1"
+
+
+def test_the_page_says_what_was_evaluated(tmp_path):
+    config = {"model_id": "Qwen/Qwen3-8B", "env": "calculator", "sampling_params": {"temperature": 0.7}}
+    evaluated(tmp_path, MIXED, config=config)
+    about = dict(report_of(tmp_path)["report"]["about"])
+    assert (about["Model"], about["Environment"]) == ("Qwen/Qwen3-8B", "calculator")
+    assert (about["Sampling"], about["Samples per prompt"]) == ("temperature 0.7", "4")
+    assert "UTC, took " in about["Started"]
+    assert about["Page made by"] == f"strands-env report {tmp_path} --html, version {__version__}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"), [(0.0, 1.0, "B is better: pass@1 +"), (1.0, 0.0, "A is better: ")]
+)
+def test_a_comparison_begins_with_its_verdict(before, after, told, tmp_path):
+    a, b = (evaluated(tmp_path / name, [step_result(reward)], 20) for name, reward in (("a", before), ("b", after)))
+    assert report_of(a, b)["report"]["headline"].startswith(told)
 
 
 def test_a_comparison_names_flips_and_moved_outcomes(tmp_path):
@@ -148,7 +183,9 @@ def test_a_comparison_names_flips_and_moved_outcomes(tmp_path):
     assert [task["values"]["pass@1"] for task in report["tasks"]] == [[1, 0, -1], [0, 1, 1], [0.5, 0.5, 0]]
     [row] = [row for row in report["tables"][2]["rows"] if row[0] == "timeout"]
     assert (row[1], row[3], row[5]) == ("0", "2", "+2")
-    assert [row[0] for row in report["tables"][0]["rows"]] == [one.name for one in found.differences]
+    # All rewards are 0 or 1, so that the mean reward is pass@1.
+    assert [row[0] for row in report["tables"][0]["rows"]] == ["pass@1"] == list(report["metrics"])
+    assert found.differences[0].interval.value == 0 and report["headline"].startswith("No clear difference: pass@1 ")
     assert all(len(own) == 2 for task in report["tasks"] for own in task["samples"])
 
 

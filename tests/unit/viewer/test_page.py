@@ -157,6 +157,54 @@ def test_every_trainer_reduces_to_the_exact_credit(jars):
             assert row["abs"] == pytest.approx(sum(turn["abs"] for turn in row["turns"]))
 
 
+def test_the_loss_of_a_file_is_known_by_its_weights(jars):
+    [audit] = jars.index["credit"]
+    assert audit["trainer"]["normalizer"] == "episode_mean"
+    groups = written.groups_of_jars()
+    sequences = [one for group in groups for episode in group.episodes for one in episode.sequences if one.row]
+    for number, sequence in enumerate(sequences):
+        sequence.row = replace(sequence.row, loss_weight=sequence.row.loss_weight / (number + 2))
+        if number == 0:  # the others tell
+            assert Page(render(groups, [])).index["credit"][0]["trainer"] == audit["trainer"]
+    [audit] = Page(render(groups, [])).index["credit"]
+    assert audit["trainer"] is None
+
+
+def test_an_episode_is_outlined_by_its_question_answer_and_doubts(jars):
+    entry = jars.index["episodes"][0]
+    assert entry["question"].startswith("A crate holds 48 jars") and "12,096" in entry["answer"]
+    gaps = np.abs(jars.column(0, "trainer_logprob") - jars.column(0, "logprob"))[jars.column(0, "trains") > 0]
+    assert entry["gap"] == pytest.approx(np.nanmax(gaps), rel=1e-2)
+    version = jars.column(0, "version")
+    newest = max(int(name) for name in jars.index["versions"])
+    old = [number for number, name in enumerate(jars.index["versions"], 1) if int(name) < newest]
+    assert entry["note"] == f"{int(np.isin(version, old).sum())} tokens of older weights"
+
+
+def test_rewards_are_summed_up_by_step():
+    groups = []
+    for number, rewards in enumerate([(0.0, 1.0), (1.0, 1.0)]):
+        episodes = [one_turn([1], [0]) for _ in rewards]
+        for at, (episode, reward) in enumerate(zip(episodes, rewards, strict=True)):
+            episode.id, episode.end = f"e{at}", EpisodeEnd(None, reward)
+        groups.append(Group("g", episodes, kind="step", file=f"runs/step-00000{number}/rows.safetensors"))
+    assert [(one["name"], one["reward"]) for one in Page(render(groups, [])).index["steps"]] == [
+        ("step-000000", 0.5),
+        ("step-000001", 1.0),
+    ]
+    assert Page(render(groups[:1], [])).index["steps"] == []
+
+
+def test_a_page_has_the_name_of_its_run(tmp_path):
+    files = [tmp_path / "grpo" / "steps" / f"step-00000{n}" / "rows.safetensors" for n in range(3)]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    groups = [Group("g", [], kind="step", file=str(file)) for file in files]
+    assert Page(render(groups, [])).index["title"] == "grpo"
+    assert Page(render(groups[:1], [])).index["title"] == "step-000000"
+
+
 def test_rewards_alone_give_advantages():
     group = written.group_of_jars()
     for episode in group.episodes:

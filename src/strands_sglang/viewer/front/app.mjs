@@ -9,8 +9,6 @@ import { Siblings } from "./siblings.mjs";
 import { Credit, Drift, Overview } from "./tables.mjs";
 import { Vocabulary } from "./text.mjs";
 
-const VIEWS = ["overview", "episode", "siblings", "credit", "drift", "report"];
-
 /** Read an address such as `episode-2-sequence-0-token-17`. */
 export function parseAddress(hash) {
   const [view, ...rest] = hash.replace(/^#/, "").split("-");
@@ -95,12 +93,19 @@ class App {
     this.bodies = new Map();
     this.main = document.getElementById("main");
     this.views = {};
-    document.getElementById("title").append(h("span", {}, index.title));
-    if (index.report) {
-      document.querySelector("h1").textContent = index.report.name;
-      document.querySelector("nav").prepend(h("a", { href: "#report", "data-view": "report" }, index.report.name));
-      document.querySelector("#help dt.views").textContent = "1 – 6";
-    }
+    document.querySelector("h1").replaceChildren(h("span", {}, index.report?.name ?? index.title));
+    document.getElementById("title").append(h("span", {}, index.report ? index.title : "Recorded episodes"));
+    const siblings = index.groups.some((group) => group.episodes.filter((at) => index.episodes[at].tokens).length > 1);
+    this.tabs = Object.entries({
+      report: [index.report, index.report?.name],
+      overview: [true, "Overview"],
+      episode: [index.episodes.length, "Episode"],
+      siblings: [siblings, "Siblings"],
+      credit: [index.credit.length, "Credit"],
+      drift: [index.drift, "Drift"],
+    }).flatMap(([view, [has, label]]) => (has ? [h("a", { href: `#${view}`, "data-view": view }, label)] : []));
+    document.querySelector("nav").append(...this.tabs);
+    document.querySelector("#help dt.views").textContent = `1 – ${this.tabs.length}`;
     window.addEventListener("hashchange", () => this.route());
     document.addEventListener("keydown", (event) => this.key(event));
     document.getElementById("theme").addEventListener("click", () => this.toggleTheme());
@@ -142,7 +147,7 @@ class App {
       this.main.append(this.views[name].element);
     }
     for (const [other, view] of Object.entries(this.views)) view.element.hidden = other !== name;
-    for (const link of document.querySelectorAll("nav a")) {
+    for (const link of this.tabs) {
       if (link.dataset.view === name) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     }
@@ -155,10 +160,9 @@ class App {
     const { index } = this;
     document.getElementById("banner").hidden = true;
     if (place.view === "finding" && index.findings[place.number - 1]) return this.openFinding(place.number - 1);
-    if (!VIEWS.includes(place.view) || (place.view === "report" && !index.report)) place.view = index.report ? "report" : index.episodes.length > 1 || index.findings.length ? "overview" : "episode";
+    if (!this.tabs.some((link) => link.dataset.view === place.view)) place.view = index.report ? "report" : index.episodes.length > 1 || index.findings.length ? "overview" : "episode";
     const known = place.number !== undefined && place.number < index.episodes.length ? place.number : undefined;
     if (place.view === "episode") {
-      if (!index.episodes.length) return void this.view("overview").open();
       await this.view("episode").open(known ?? this.views.episode?.number ?? 0, place);
     } else if (place.view === "siblings") {
       await this.view("siblings").open(place.number < index.groups.length ? place.number : undefined);
@@ -216,7 +220,7 @@ class App {
       "?": () => document.getElementById("help").showModal(),
       d: () => this.toggleTheme(),
       f: () => this.index.findings.length && this.go(`finding-${(((this.finding ?? -1) + 1) % this.index.findings.length) + 1}`),
-      ...Object.fromEntries([...document.querySelectorAll("nav a")].map((link, i) => [String(i + 1), () => this.go(link.dataset.view)])),
+      ...Object.fromEntries(this.tabs.map((link, i) => [String(i + 1), () => this.go(link.dataset.view)])),
       ...(inEpisode && {
         "/": () => episode.finder.input.focus(),
         j: () => episode.nextTurn(1),

@@ -1,29 +1,8 @@
 // An evaluation, or two compared: tables, plots, and the tasks, whose samples open in the view of an episode.
 
-import { count, h, number } from "./dom.mjs";
-import { Table } from "./tables.mjs";
-
-/** Sort values; unknown ones come last in either direction, and equal ones keep their order. */
-export function sorted(rows, valueOf, descending) {
-  const known = (value) => value !== null && value !== undefined;
-  return rows
-    .map((row, at) => ({ row, at, value: valueOf(row) }))
-    .sort((a, b) => {
-      if (!known(a.value) || !known(b.value)) return known(b.value) - known(a.value) || a.at - b.at;
-      const order = typeof a.value === "string" ? a.value.localeCompare(b.value, "en", { numeric: true }) : a.value - b.value;
-      return (descending ? -order : order) || a.at - b.at;
-    })
-    .map(({ row }) => row);
-}
-
-/** The tasks that have all words of a text in their id or question, and a state. */
-export function filtered(tasks, text, state) {
-  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  return tasks.filter((task) => {
-    const own = `${task.name} ${task.question}`.toLowerCase();
-    return (!state || task.state === state) && words.every((word) => own.includes(word));
-  });
-}
+import { count, counted, h, number } from "./dom.mjs";
+import { rewardChip } from "./score.mjs";
+import { SortedTable, filtered } from "./tables.mjs";
 
 /** A picture, parsed as a document of its own: markup in it is not part of the page's scripts or styles. */
 function picture({ title, says, svg }) {
@@ -60,38 +39,40 @@ export class ReportView {
     this.state = h("select", { "aria-label": "State", onchange: draw }, h("option", { value: "" }, "all states"), report.states.map((state) => h("option", { value: state }, state)));
     this.shown = h("span.caption", { role: "status" });
     this.plot = h("div.chosen");
-    this.sort = { column: null, descending: false };
-    this.columns = [
-      { name: "Task", kind: ".name", value: (task) => task.name, cell: (task) => [this.link(task)] },
-      { name: "State", kind: "", value: (task) => report.states.indexOf(task.state), cell: (task) => [task.state] },
-      ...report.columns.map((name, i) => this.numeric(name, (task) => task.values[this.metric.value]?.[i])),
+    const words = (name, width, share, value) => ({ name, width: [width, share], value, cell: (task) => h("span", { title: value(task) }, value(task)) });
+    const metrics = report.columns.map((name, i) => this.numeric(name, (task) => task.values[this.metric.value]?.[i]));
+    this.value = report.columns.length === 1 ? metrics[0] : null;
+    const columns = [
+      { name: "Task", kind: ".name", width: [130, 1], value: (task) => task.name, cell: (task) => this.link(task) },
+      { name: "State", width: [130, 0], value: (task) => report.states.indexOf(task.state), cell: (task) => task.state },
+      ...metrics,
       ...report.facts.map((name, i) => this.numeric(name, (task) => task.facts[i])),
       ...report.evaluations.map((name, which) => ({
         name,
         kind: ".samples",
+        width: [270, 1],
         value: (task) => task.samples[which].length,
-        cell: (task) => task.samples[which].map(([reward, episode], i) => h("a", { href: `#episode-${episode}`, title: `reward ${reward}, sample ${i}: ${index.episodes[episode].outcome}` }, reward)),
+        cell: (task) => task.samples[which].map(([reward, episode], i) => h("a", { href: `#episode-${episode}`, title: `reward ${reward}, sample ${i}: ${index.episodes[episode].outcome}` }, rewardChip(index.episodes[episode].reward, report.success_threshold))),
       })),
-      { name: "Question", kind: ".question", value: (task) => task.question, cell: (task) => [task.question] },
-    ];
-    this.table = new Table("Tasks", 34, (task) => this.columns.map(({ kind, cell }) => [kind, ...cell(task)]));
-    this.table.viewport.classList.add(`columns${report.columns.length}`);
+      words("Question", 190, 2, (task) => task.question),
+      words("Target", 100, 1, (task) => task.target),
+    ].filter(({ name }) => name !== "Target" || report.tasks.some((task) => task.target));
+    this.table = new SortedTable("Tasks", columns);
     this.episodes = index.episodes;
     this.element = h(
       "section.report",
       { "aria-label": report.name, tabindex: "0" },
+      h("div.about", {}, h("h2", {}, report.headline), h("dl", {}, report.about.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text))))),
       ...report.notes.map((note) => h("p.caption", {}, note)),
-      h("div.tables", {}, report.tables.map(plain)),
-      names.length > 0 && h("div.bar", {}, h("label", {}, "metric ", this.metric)),
-      h("div.plots", {}, this.plot, ...report.plots.map(picture)),
-      h("h2", {}, `${count(report.tasks.length)} ${report.tasks.length === 1 ? "task" : "tasks"}`),
-      h("div.bar", {}, this.filter, this.state, this.shown),
+      h("div.blocks", {}, report.tables.map(plain), this.plot, ...report.plots.map(picture)),
+      h("h2", {}, counted(report.tasks.length, "task")),
+      h("div.bar", {}, this.filter, this.state, names.length > 0 && h("label", {}, "metric of the table and its plot ", this.metric), this.shown),
       this.table.viewport,
     );
   }
 
   numeric(name, value) {
-    return { name, kind: ".number", value, cell: (task) => [number(value(task), 4)] };
+    return { name, kind: ".number", width: [84, 0], value, cell: (task) => number(value(task), 4) };
   }
 
   /** The name of a task: it leads to its samples side by side if their tokens are known, else to the first. */
@@ -115,23 +96,11 @@ export class ReportView {
   }
 
   draw() {
-    const { column, descending } = this.sort;
-    this.table.head(
-      this.columns.map((one, i) => {
-        const sign = column === i ? (descending ? " ▼" : " ▲") : "";
-        const metric = one.name === "Value" ? this.metric.value || "Value" : one.name;
-        return [one.kind, h("button", { onclick: () => this.sortBy(i) }, metric + sign)];
-      }),
-    );
-    if (column !== null) this.table.header.children[column].setAttribute("aria-sort", descending ? "descending" : "ascending");
-    const tasks = filtered(this.report.tasks, this.filter.value, this.state.value);
-    this.table.show(column === null ? tasks : sorted(tasks, this.columns[column].value, descending));
-    this.shown.textContent = `${count(tasks.length)} of ${count(this.report.tasks.length)} shown`;
-  }
-
-  sortBy(column) {
-    this.sort = { column, descending: this.sort.column === column && !this.sort.descending };
-    this.draw();
-    this.table.header.children[column].firstChild.focus();
+    if (this.value) this.value.name = this.metric.value || "Value";
+    const { tasks } = this.report;
+    const inState = tasks.filter((task) => !this.state.value || task.state === this.state.value);
+    const shown = filtered(inState, this.filter.value, (task) => `${task.name} ${task.question}`);
+    this.table.fill(shown);
+    this.shown.textContent = `${count(shown.length)} of ${count(tasks.length)} shown`;
   }
 }
