@@ -538,6 +538,20 @@ def test_a_phone_can_read_it(address, files, open_page):
     assert min(small) >= 11
 
 
+def test_a_phone_has_room_for_many_steps_with_long_names(tmp_path, open_page):
+    groups = []
+    for number in range(30):
+        group = written.group_of_jars()
+        group.kind, group.file = "step", f"runs/step-{'0' * 30}{number}/rows.safetensors"
+        groups.append(group)
+    (tmp_path / "steps.html").write_text(render(groups, []))
+    page = open_page(tmp_path / "steps.html", "#overview", size=(360, 740))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.locator(".bars button").count() == 30
+    page.locator(".bars button").nth(7).click()
+    assert "8 of 240 shown" in page.locator(".overview").inner_text()
+
+
 def test_a_phone_shows_the_token_of_a_finding_and_its_card(files, open_page):
     page = open_page(files / "jars.html", "#finding-1", size=(390, 844))
     page.locator(".t.hit").first.wait_for()
