@@ -519,7 +519,7 @@ def test_the_command_tells_each_finding_in_a_line(healthy, tmp_path, capsys):
 
     code, out, err = doctor(capsys, folder.path)
 
-    assert code == 1 and not err
+    assert code == 1 and err == f"next: strands-sglang view {folder.path} --open\n"
     first = out.splitlines()[0]
     assert first.startswith("mask-not-sampled: ") and "rows.safetensors, episode e1, sequence " in first
     assert "it is part of a prompt, which the model did not sample" in first
