@@ -20,6 +20,7 @@ from strands_env.rewards import MathReward
 from strands_sglang.trainers.areal import workflow
 
 
+# --8<-- [start:loop]
 @functools.cache
 def model_factory():
     """Return the factory of a worker process."""
@@ -38,3 +39,6 @@ async def calculator(engine, data):
     task = TaskContext(ground_truth=data["answer"])
     result = await env.step(Action(message=data["question"], task_context=task))
     return result.episode(group=data["question"])
+
+
+# --8<-- [end:loop]

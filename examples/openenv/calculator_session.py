@@ -17,6 +17,7 @@ from strands_env.rewards import MathReward
 from strands_sglang.trainers.openenv import to_trace
 
 
+# --8<-- [start:loop]
 class CalculatorSession(ResourceSession):
     """One episode. The agent owns its loop, so OpenEnv neither sends messages nor calls tools."""
 
@@ -40,6 +41,7 @@ class CalculatorSession(ResourceSession):
         reward = self.result.reward
         return VerifyResult(env_reward=None if reward is None else reward.reward, done=True)
 
+    # --8<-- [end:loop]
     def initial_messages(self):
         """Return the question."""
         return [{"role": "user", "content": self.action.message}]

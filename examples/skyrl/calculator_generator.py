@@ -21,6 +21,7 @@ from strands_env.rewards import MathReward
 from strands_sglang.trainers.skyrl import make_generator
 
 
+# --8<-- [start:loop]
 def generator():
     """Return the generator."""
     tokenizer = AutoTokenizer.from_pretrained(os.environ["MODEL"])
@@ -39,3 +40,6 @@ def generator():
         return result.episode(group=None)
 
     return make_generator(run_episode, max_tokens=4096)
+
+
+# --8<-- [end:loop]

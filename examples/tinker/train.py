@@ -22,6 +22,7 @@ from strands_sglang.credit import training_rows
 from strands_sglang.trainers.tinker import to_data
 
 
+# --8<-- [start:loop]
 async def episodes(factory, groups, size):
     """Run groups of episodes at once."""
     numbers = [(random.randint(10, 99), random.randint(10, 99)) for _ in range(groups)]
@@ -52,5 +53,6 @@ def main(model_path, sglang_url, tinker_url=None, steps=10):
         print(f"step {step}: {len(rows)} rows, reward {sum(rows.rewards.values())}, left out {dict(rows.counts)}")
 
 
+# --8<-- [end:loop]
 if __name__ == "__main__":
     main(*sys.argv[1:4], *map(int, sys.argv[4:]))

@@ -35,6 +35,7 @@ model_path, base_url, *options = sys.argv[1:]
 parser = TrlParser((AsyncGRPOConfig, Adapter))
 parser.set_defaults(output_dir="out", max_steps=100, learning_rate=1e-6, token_budget=16384, temperature=1.0)
 config, adapter = parser.parse_args_and_config(options)
+# --8<-- [start:loop]
 factory = sglang_model_factory(
     tokenizer=AutoTokenizer.from_pretrained(model_path),
     base_url=base_url,
@@ -70,3 +71,4 @@ AsyncGRPOTrainer(
     weight_transfer=rollouts,
     peft_config=LoraConfig(r=adapter.lora_r, task_type="CAUSAL_LM") if adapter.lora_r else None,
 ).train()
+# --8<-- [end:loop]

@@ -19,6 +19,7 @@ from strands_env.rewards import MathReward
 from strands_sglang.credit import training_rows
 from strands_sglang.trainers.verifiers import to_episode
 
+# --8<-- [start:loop]
 QUESTION, ANSWER = "What is 27 * 43?", "1161"
 
 
@@ -39,5 +40,6 @@ async def main(model_path, base_url, path):
     print(f"{len(episodes)} episodes, {len(rows)} rows, left out: {dict(rows.counts)}")
 
 
+# --8<-- [end:loop]
 if __name__ == "__main__":
     asyncio.run(main(*sys.argv[1:4]))

@@ -8,6 +8,7 @@ The dataset has a `raw_prompt` (messages) and a `reward_model` with the `ground_
 them. See docs/guides/verl.md.
 """
 
+# --8<-- [start:loop]
 from strands_env.core import Action, TaskContext
 from strands_env.environments import CalculatorEnvironment
 from strands_env.rewards import MathReward
@@ -21,3 +22,6 @@ async def calculator(model, fields):
     task = TaskContext(ground_truth=fields["reward_model"]["ground_truth"])
     result = await env.step(Action(message=list(fields["raw_prompt"]), task_context=task))
     return result.episode(group=None)
+
+
+# --8<-- [end:loop]

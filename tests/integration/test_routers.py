@@ -1,4 +1,4 @@
-"""Several real servers: by the client itself, behind sglang-router, behind smg. The tables of docs/routers.md.
+"""Several real servers: by the client itself, behind sglang-router, behind smg. The tables of docs/guides/servers.md.
 
 One server is killed under rollouts and comes back. Two servers that log their requests are started for the rest; the
 last two tests kill one and then the other.
@@ -380,7 +380,7 @@ async def test_what_a_router_loses_is_what_is_documented(router, routers_python,
     }
 
     def documented_losses(row, router):
-        text = (ROOT / "docs" / "routers.md").read_text(encoding="utf-8")
+        text = (ROOT / "docs" / "guides" / "servers.md").read_text(encoding="utf-8")
         names, cells = ["sglang-router", "smg"], {}
         for line in text.splitlines():
             first, *rest = [cell.strip() for cell in line.strip("| ").split("|")]
