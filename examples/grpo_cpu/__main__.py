@@ -182,6 +182,9 @@ def show_progress(log: Path, shown: int) -> int:
 def serve_weights(base_url: str, run: Run) -> None:
     """Let the server serve the last checkpoint, whatever was pushed before."""
     content = {"model_path": str(run.last_checkpoint), "flush_cache": True, "weight_version": str(len(run.steps) + 1)}
+    # Training ends while episodes of a next step still run, and a busy server refuses weights.
+    for path, body in (("/abort_request", {"rid": "", "abort_all": True}), ("/flush_cache?timeout=60", {})):
+        httpx.post(f"{base_url}{path}", json=body, timeout=90, trust_env=False)
     response = httpx.post(f"{base_url}/update_weights_from_disk", json=content, timeout=300, trust_env=False)
     if response.is_error or not response.json().get("success"):
         raise RunError(f"the server refused the weights of {run.last_checkpoint}: {response.text}")

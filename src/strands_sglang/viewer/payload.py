@@ -424,8 +424,9 @@ def _outline(episode: Inspected, body: Mapping[str, Any]) -> tuple[str, str]:
     turns = [turn["said"] for turn in body["turns"] if not turn["auxiliary"]] or [body["said"]]
     asked = [text for role, kind, text, _ in turns[0] if (role, kind) == ("user", "text")]
     answers = [text for said in turns for role, kind, text, _ in said if (role, kind) == ("assistant", "text")]
+    shown = asked[-1:] if body["turns"] else asked[:1]
     message = episode.record.get("message")
-    question = message if isinstance(message, str) else "".join(asked[-1:] if body["turns"] else asked[:1])
+    question = message if isinstance(message, str) else "".join(shown)
     return _line(question), _line("".join(answers[-1:]))
 
 
