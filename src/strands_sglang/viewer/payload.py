@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,7 +104,7 @@ class _Page:
         self.blocks = blocks
         self._newest: dict[str, int] = {}
         for group in groups:
-            versions = [version for turn in turns_of([group]) for version, _ in _versions(turn)]
+            versions = [version for version, _ in _versions(turns_of([group]))]
             self._newest[group.file] = max([self._newest.get(group.file, 0), *versions])
         self.vocabulary: dict[tuple[int, bytes | None], int] = {}
         self.versions: dict[str, int] = {}
@@ -140,19 +141,23 @@ class _Page:
             "sequences": [
                 {"name": name, "steps": numbered(steps, positions)} for name, steps in _shown_sequences(episode)
             ],
-            "said": [part[:4] for part in episode.said],
+            "said": [list(part[:4]) for part in episode.said],
             "score": _score(episode.record),
         }
         routed = self._routing(episode)
         if routed is not None:
             columns["routed"], rows = routed
             body["routing"] = {"rows": self.blocks.array(rows.reshape(-1)), "width": int(rows.shape[1])}
-        packed = {name: self.blocks.array(values) for name, values in columns.items()}
+        trained = None if episode.record else int((columns["trains"] > 0).sum())
+        gaps = np.abs(columns["trainer_logprob"] - columns["logprob"])[columns["trains"] > 0]
         own = columns["advantage"][columns["trains"] > 0]
+        if episode.record:  # an evaluation trains nothing
+            del columns["trains"]
+        packed = {name: self.blocks.array(values) for name, values in columns.items()}
         own = own[np.isfinite(own)]
         end = episode.end
         newest = self._newest[group.file]
-        stale = sum(count for turn in episode.turns for version, count in _versions(turn) if version < newest)
+        stale = sum(count for version, count in _versions(episode.turns) if version < newest)
         notes = [
             stale and f"{counted(stale, 'token')} of older weights",
             episode.left_out and f"left out: {episode.left_out}",
@@ -163,7 +168,6 @@ class _Page:
         length = len(columns["token"])
         unkept = _unkept(episode)
         question, answer = _outline(episode, body)
-        gaps = np.abs(columns["trainer_logprob"] - columns["logprob"])[columns["trains"] > 0]
         return {
             "id": episode.id,
             "key": episode.record.get("key"),
@@ -176,7 +180,7 @@ class _Page:
             "note": "; ".join(note for note in notes if note),
             "turns": None if unkept else len(episode.turns),
             "tokens": None if unkept else length,
-            "trained": None if episode.record else int((columns["trains"] > 0).sum()),
+            "trained": trained,
             "unkept": unkept,
             "seconds": _finite(episode.seconds),
             "length": length,
@@ -412,22 +416,22 @@ def _steps(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return steps if len(steps) > 1 else []
 
 
-def _versions(turn: Turn) -> list[tuple[int, int]]:
-    """Return the versions that sampled a turn, with their numbers of tokens; without those that are no integers."""
-    spans = () if turn.generation is None else turn.generation.weight_versions
-    numbers = [("0" if version == "default" else version, stop - start) for version, start, stop in spans]
-    return [(int(version), count) for version, count in numbers if version.isdecimal()]
+def _versions(turns: Iterable[Turn]) -> Iterator[tuple[int, int]]:
+    """Yield the versions that sampled turns, with their numbers of tokens; without those that are no integers."""
+    for turn in turns:
+        for version, start, stop in () if turn.generation is None else turn.generation.weight_versions:
+            if version == "default" or version.isdecimal():
+                yield 0 if version == "default" else int(version), stop - start
 
 
 def _outline(episode: Inspected, body: Mapping[str, Any]) -> tuple[str, str]:
     """Return what was asked, and the last answer, each as one line."""
     turns = [turn["said"] for turn in body["turns"] if not turn["auxiliary"]] or [body["said"]]
-    asked = [text for role, kind, text, _ in turns[0] if (role, kind) == ("user", "text")]
-    answers = [text for said in turns for role, kind, text, _ in said if (role, kind) == ("assistant", "text")]
-    shown = asked[-1:] if body["turns"] else asked[:1]
+    asked = [part[2] for part in turns[0] if part[:2] == ["user", "text"]]
+    answers = [part[2] for part in chain.from_iterable(turns) if part[:2] == ["assistant", "text"]]
+    question = "".join(asked[-1:] if body["turns"] else asked[:1])
     message = episode.record.get("message")
-    question = message if isinstance(message, str) else "".join(shown)
-    return _line(question), _line("".join(answers[-1:]))
+    return _line(message if isinstance(message, str) else question), _line("".join(answers[-1:]))
 
 
 def _line(text: str) -> str:
@@ -497,6 +501,8 @@ def _shown_sequences(episode: Inspected) -> list[tuple[str, Sequence[Step]]]:
 
 
 def _why_untrained(episode: Inspected, turn: Turn, is_shown: bool) -> str:
+    if episode.record:
+        return "an evaluation trains nothing"
     if turn.status is TurnStatus.DISCARDED:
         return "the agent threw the answer away" + (f": {turn.note}" if turn.note else "")
     if turn.constrained:

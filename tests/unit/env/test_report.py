@@ -276,6 +276,9 @@ def test_tokens_are_in_the_page_if_it_has_room(fits, chatml_tokenizer, tmp_path,
     page = Page(report_page(tmp_path, success_threshold=1.0))
     assert all(bool(episode["tokens"]) is fits for episode in page.index["episodes"])
     assert any("conversations only" in note for note in page.index["report"]["notes"]) is not fits
+    for number, episode in enumerate(page.index["episodes"]):
+        assert not {"trains", "advantage", "weight"} & set(episode["columns"])
+        assert all("trained" not in sequence["name"] for sequence in page.body(number)["sequences"])
     said = page.body(0)["said"] or [part for turn in page.body(0)["turns"] for part in turn["said"]]
     assert any("It is 0." in part[2] for part in said)
 

@@ -84,7 +84,7 @@ export class Siblings {
           { role: "listitem" },
           h("button", { type: "button", onclick: lane.open, title: "Open this episode" }, lane.name),
           h("span", {}, `reward ${number(lane.reward, 3)}`),
-          h("span", {}, `advantage ${number(lane.advantage, 3)}`),
+          lane.advantage !== null && h("span", {}, `advantage ${number(lane.advantage, 3)}`),
           h("span", {}, lane.outcome ?? ""),
         ),
       ),
