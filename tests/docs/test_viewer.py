@@ -14,18 +14,20 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import sync_playwright
 
-from strands_env.core import Action, Observation, RewardResult, StepResult, TaskContext, TerminationReason
+from strands_env.core import Action, Environment, Observation, RewardResult, StepResult, TaskContext, TerminationReason
 from strands_env.eval import Evaluator
 from strands_env.report import comparison_page, report_page
+from strands_sglang import SGLangModel
 from strands_sglang.inspection.doctor import findings
 from strands_sglang.inspection.formats.trajectories import inspect
 from strands_sglang.inspection.reading import read
 from strands_sglang.inspection.records import Group
 from strands_sglang.local.install import home
+from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trajectory.trajectory import Trajectory
 from strands_sglang.viewer import render
 from support import specimens, written_episodes as written
-from support.environments import StubEnvironment
+from support.environments import Contains, StubEnvironment, tasks
 from support.plants import EVALUATION_FAULTS, STEP_FAULTS, TRAJECTORY_FAULTS, WRITTEN_FAULTS
 
 AXE = ("axe-core@4.11.0", "39bed7d72308f6d620789c169d699bfd7e8da80f65b545821a6b2215c3e83107")
@@ -654,6 +656,39 @@ def test_1600_samples_are_reported_fast_and_small(reports, open_page):
     assert took["report"] <= 10 and size <= 10_000_000
     assert page.locator("#main *").count() <= 2000
     assert "200 prompts x 8 samples" in page.locator(".report").inner_text()
+
+
+@pytest.mark.parametrize("size", [(1440, 900), (360, 740)])
+def test_an_evaluation_has_scores_and_nothing_of_training(size, axe, chatml_tokenizer, tmp_path, open_page):
+    server = ScriptedSGLang(chatml_tokenizer, ["It is 0.", "Who knows?"] * 2)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
+    evaluator = Evaluator(
+        lambda action: Environment(lambda: model, Contains()),
+        2,
+        max_concurrency=1,
+        output_path=tmp_path,
+        keep_trajectories=True,
+    )
+    with ThreadPoolExecutor() as pool:  # Playwright's event loop runs in this thread
+        pool.submit(lambda: asyncio.run(evaluator.run(tasks(2)))).result()
+    (tmp_path / "page.html").write_text(render(read([tmp_path]), []))
+    page = open_page(tmp_path / "page.html", "#overview", size=size)
+    heads = page.locator(".overview .head .cell").all_inner_texts()
+    assert {"Question", "Answer", "Reward", "Outcome"} <= set(heads) and not {"Advantage", "Trained"} & set(heads)
+    assert page.locator("nav a").all_inner_texts() == ["Overview", "Episode", "Siblings"]
+    page.evaluate("location.hash = '#episode-1'")
+    page.wait_for_selector(".score .chip.bad")
+    assert "Who knows?" in page.locator(".score").inner_text() and "target" in page.locator(".score").inner_text()
+    assert "trained" not in page.locator(".facts").inner_text()
+    assert page.locator(".learns").count() == 0
+    assert page.get_by_label("Episode", exact=True).locator("option").all_inner_texts()[1] == "t0 #1"
+    found = page.evaluate(f"{axe}; axe.run()")
+    assert [
+        (one["id"], one["nodes"][0]["html"][:200])
+        for one in found["violations"]
+        if one["impact"] in ("serious", "critical")
+    ] == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
 
 
 def test_tasks_are_sorted_filtered_and_opened(reports, open_page):

@@ -243,7 +243,11 @@ export class EpisodeView {
   }
 
   drawLegend() {
-    this.parts.legend.replaceChildren(legend(this.color, this.app.index, this.body.columns), h("span.legend", {}, h("span.swatch.learns", {}), "trained here"));
+    const { columns } = this.body;
+    this.parts.legend.replaceChildren(
+      legend(this.color, this.app.index, columns),
+      ...(columns.trains ? [h("span.legend", {}, h("span.swatch.learns", {}), "trained here")] : []),
+    );
   }
 
   recolor(color) {
