@@ -40,6 +40,7 @@ SILENT_KINDS = frozenset({FailureKind.UNREACHABLE, FailureKind.DROPPED, FailureK
 """Failures of a server that does not answer; one that refuses a request does."""
 
 _known: weakref.WeakSet[Server] = weakref.WeakSet()
+_known_lock = threading.Lock()  # clients are made in any thread
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ class Outage:
 
 def outages() -> list[Outage]:
     """Return the servers of this process that do not answer now, the longest outage first."""
-    found = [outage for server in list(_known) if (outage := server.outage) is not None]
+    with _known_lock:
+        servers = list(_known)
+    found = [outage for server in servers if (outage := server.outage) is not None]
     by_url = {outage.base_url: outage for outage in sorted(found, key=lambda outage: outage.seconds)}
     return sorted(by_url.values(), key=lambda outage: -outage.seconds)
 
@@ -111,7 +114,8 @@ class Server:
         self._failures, self._attempt = 0, (1, 1)
         self._last_failure = self._next_line = -math.inf
         self._interval = FIRST_LOG_INTERVAL_S
-        _known.add(self)
+        with _known_lock:
+            _known.add(self)
 
     def note_generation(self, meta_info: Mapping[str, Any]) -> None:
         """Record a generation. New weights empty the prefix cache, and servers abort requests before they load them."""
