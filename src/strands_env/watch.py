@@ -175,7 +175,7 @@ class EvaluationView:
         running = min(status.running, total - finished) if status else None
         alarms: list[str] = []
         if status is None and finished < total:
-            alarms = wrapped("no process runs this evaluation now; the command that began it continues it")
+            alarms = wrapped("no process runs this evaluation now: run the same command again to continue")
         for outage in status.outages if status else ():
             alarms += wrapped(outage)
         if self._shown[0] != (self._reader.state, running):

@@ -446,7 +446,7 @@ class Progress(tqdm):
         self.bar_format = None
         if silent:
             sentence = str(silent[0]).replace("{", "{{").replace("}", "}}")
-            self.bar_format = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}, " + sentence + "]"
+            self.bar_format = "{desc}: {n_fmt}/{total_fmt} [{elapsed}, " + sentence + "]"
 
     def _count(self, sample: EvalSample) -> None:
         self._ended += 1
