@@ -186,7 +186,7 @@ class EvaluationView:
                 metrics["running_samples"] = float(running)
                 metrics["waiting_samples"] = max(0.0, metrics["waiting_samples"] - running)
             slowest = sorted(samples, key=lambda sample: -sample.seconds)[:SLOWEST]
-            told = [f"{sample.prompt_id} #{sample.sample_index} {duration(sample.seconds)}" for sample in slowest]
+            told = [f"{sample.name} {duration(sample.seconds)}" for sample in slowest]
             lines = [*metric_lines(metrics), "", *end_lines(results)]
             lines += wrapped(f"slowest: {', '.join(told)}") if told else []
             interval = ", {pass@1_low:.2f} to {pass@1_high:.2f}" if "pass@1_low" in metrics else ""
@@ -232,7 +232,7 @@ def failure_lines(samples: Sequence[EvalSample], now: float) -> list[str]:
     last = max(failed, key=lambda sample: sample.ended_at or 0.0)
     ago = "" if last.ended_at is None else f" {duration(max(0.0, now - last.ended_at))} ago"
     why = last.step_result.error or last.step_result.reward_error or last.step_result.termination_reason.value
-    return wrapped(f"last failure{ago}: {last.prompt_id} #{last.sample_index}: {shortened(why)}")
+    return wrapped(f"last failure{ago}: {last.name}: {shortened(why)}")
 
 
 def duration(seconds: float) -> str:

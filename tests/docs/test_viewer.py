@@ -433,11 +433,11 @@ def test_a_search_finds_what_is_in_other_episodes(files, open_page):
     assert '"reward" is not a property' in told.inner_text() and "logprob<-5" in told.inner_text()
 
 
-def cells(page, name):
-    """The cells in view of a column of the overview, headings of groups left out."""
-    heads = page.locator(".overview .head .cell").all_inner_texts()
+def cells(page, name, view=".overview"):
+    """The cells in view of a column of a view's table, headings of groups left out."""
+    heads = page.locator(f"{view} .rows .head .cell").all_inner_texts()
     at = next(i for i, head in enumerate(heads) if head.rstrip(" ▲▼") == name)
-    rows = page.locator(".overview .rows .row:not(.group):not(:has(.group))")
+    rows = page.locator(f"{view} .rows .row:not(.group):not(:has(.group))")
     return rows.evaluate_all(
         "(rows, at) => rows.map(row => [parseFloat(row.style.top), row.children[at].innerText])"
         ".sort((a, b) => a[0] - b[0]).map(([, text]) => text)",
@@ -637,14 +637,7 @@ def reports(tmp_path_factory):
 
 def column(page, name):
     """The cells in view of a column of the table of tasks."""
-    heads = page.locator(".report .rows .head .cell").all_inner_texts()
-    at = next(i for i, head in enumerate(heads) if head.rstrip(" ▲▼") == name)
-    rows = page.locator(".report .rows .row")
-    return rows.evaluate_all(
-        "(rows, at) => rows.map(row => [parseFloat(row.style.top), row.children[at].innerText])"
-        ".sort((a, b) => a[0] - b[0]).map(([, text]) => text)",
-        at,
-    )
+    return cells(page, name, ".report")
 
 
 def test_1600_samples_are_reported_fast_and_small(reports, open_page):

@@ -106,6 +106,11 @@ class EvalSample(BaseModel):
     environment: dict[str, Any] | None = Field(default=None, repr=False)
 
     @property
+    def name(self) -> str:
+        """What pages and commands call the sample, such as `task-00 #0`."""
+        return f"{self.prompt_id} #{self.sample_index}"
+
+    @property
     def aborted(self) -> bool:
         """Whether the sample is dropped: the opposite of `is_finished`."""
         return not self.is_finished

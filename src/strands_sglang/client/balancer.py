@@ -70,8 +70,10 @@ def outages() -> list[Outage]:
     with _known_lock:
         servers = list(_known)
     found = [outage for server in servers if (outage := server.outage) is not None]
-    by_url = {outage.base_url: outage for outage in sorted(found, key=lambda outage: outage.seconds)}
-    return sorted(by_url.values(), key=lambda outage: -outage.seconds)
+    longest: dict[str, Outage] = {}  # of each address; several clients may have it
+    for outage in sorted(found, key=lambda outage: -outage.seconds):
+        longest.setdefault(outage.base_url, outage)
+    return list(longest.values())
 
 
 class Server:

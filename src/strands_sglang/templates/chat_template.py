@@ -502,9 +502,8 @@ class ChatTemplate:
     def shows_tools(self) -> bool:
         """Whether the template has a place for tools, so that the model sees them."""
         question: list[ChatMessage] = [{"role": "user", "content": "Hi"}]
-        function = {"name": "weather", "description": "Return it.", "parameters": {"type": "object", "properties": {}}}
         try:
-            with_tool = self.render(question, [{"type": "function", "function": function}], add_generation_prompt=True)
+            with_tool = self.render(question, [PROBE_TOOL], add_generation_prompt=True)
             return with_tool != self.render(question, None, add_generation_prompt=True)
         except ChatTemplateError:  # it takes no such conversation, which says nothing about tools
             return True
