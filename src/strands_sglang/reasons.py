@@ -6,7 +6,8 @@ trained. Code decides by its kind, and files hold it as a list of its fields.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 _COMPARED = " (compared with call {turn})"
@@ -62,7 +63,17 @@ SENTENCES: Mapping[str, str] = {
 }
 """The kinds of reasons, and the sentence of each."""
 
-_KINDS = {sentence: kind for kind, sentence in SENTENCES.items() if "{" not in sentence}
+EARLIER: Mapping[str, str] = {
+    "goes_on": "it goes on after message {position}" + _COMPARED,
+    "policy": "the chat template writes earlier turns anew behind a {0} message",
+    "other_stop": "the model stopped with {0} where the chat template puts {1}",
+    "replaced": "message {position} ({0}) stands in its place",
+    "replaced_with": "message {position} (assistant) stands in its place, with {0}",
+}
+"""Sentences of release 0.5.0, where they are others."""
+
+_NESTING = ("opens_because", "forks", "forks_inside")
+"""Kinds whose detail is a reason."""
 
 
 class Reason(NamedTuple):
@@ -92,8 +103,7 @@ def read_reason(value: Any) -> Reason:
         ValueError: It is none, or of a kind that this release does not know.
     """
     if isinstance(value, str):
-        kind = _KINDS.get(value)
-        return Reason("in_words", detail=(value,)) if kind is None else Reason(kind)
+        return _of_sentence(value)
     kind, turn, position, detail = value
     if kind not in SENTENCES:
         raise ValueError(f"the reason {kind!r} is of a kind that this release does not know")
@@ -101,3 +111,26 @@ def read_reason(value: Any) -> Reason:
     reason = Reason(kind, turn, position, parts)
     str(reason)
     return reason
+
+
+def _of_sentence(sentence: str) -> Reason:
+    for kind, pattern in _PATTERNS:
+        if (found := pattern.fullmatch(sentence)) is not None:
+            values = found.groupdict()
+            turn, position = (values.pop(name, None) for name in ("turn", "position"))
+            detail = values.values()
+            parts = map(_of_sentence, detail) if kind in _NESTING else detail
+            return Reason(kind, turn and int(turn), position and int(position), tuple(parts))
+    return Reason("in_words", detail=(sentence,))
+
+
+def _patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
+    """Yield the kinds with what their sentences match, those with the most words of their own first."""
+    sentences = [*SENTENCES.items(), *EARLIER.items()]
+    for kind, sentence in sorted(sentences, key=lambda one: -len(one[1])):
+        if sentence != "{0}":
+            numbers = re.sub(r"\\{(turn|position)\\}", r"(?P<\1>\\d+)", re.escape(sentence))
+            yield kind, re.compile(re.sub(r"\\{(\d)\\}", r"(?P<_\1>.+)", numbers), re.DOTALL)
+
+
+_PATTERNS = [*_patterns()]

@@ -29,15 +29,72 @@ def test_a_file_keeps_a_reason():
         assert str(reason) and "{" not in str(reason)
 
 
-@pytest.mark.parametrize("value", [["no_such_kind", None, None, []], ["first"], 7, ["opens_because", None, None, []]])
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["no_such_kind", None, None, []],
+        ["first"],
+        7,
+        None,
+        {"kind": "first"},
+        ["opens_because", None, None, []],
+        ["forks", "x", {}, "ab"],
+        ["forks", 1, None, "ab"],
+        ["forks", 1, None, [7]],
+        ["forks", "1", None, ["the end"]],
+        ["stops", 1, 2.5, []],
+        [["first"], None, None, []],
+    ],
+)
 def test_what_is_no_reason_is_refused(value):
-    with pytest.raises((ValueError, TypeError, IndexError)):
+    with pytest.raises(ValueError, match="reason") as refused:
         read_reason(value)
+    assert str(value)[:9] in str(refused.value)
 
 
-def test_sentences_of_earlier_releases_are_read():
-    assert read_reason("the agent asked the same again") == Reason("asked_again")
-    assert str(read_reason("another sentence")) == "another sentence"
+INNER = Reason("message_changed", 3, 2, ("user", "assistant"))
+DETAILS = {
+    **dict.fromkeys(("opens_because", "forks", "forks_inside"), (INNER,)),
+    **dict.fromkeys(("message_changed", "other_stop"), ("user", "a text: (in words)")),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(SENTENCES.keys() - {"in_words", "unproven"}))
+def test_sentences_of_earlier_releases_are_read(kind):
+    sentence = SENTENCES[kind]
+    turn, position = (12 if f"{{{name}}}" in sentence else None for name in ("turn", "position"))
+    detail = DETAILS.get(kind, ("0",)) if "{0}" in sentence else ()
+    reason = Reason(kind, turn, position, detail)
+    assert read_reason(str(reason)) == reason
+
+
+@pytest.mark.parametrize(
+    ("sentence", "reason"),
+    [
+        (
+            "opens a sequence: it goes on after message 3 (compared with call 2)",
+            Reason("opens_because", detail=(Reason("goes_on", 2, 3),)),
+        ),
+        (
+            "opens a sequence: the chat template writes earlier turns anew behind a user message",
+            Reason("opens_because", detail=(Reason("policy", detail=("user",)),)),
+        ),
+        (
+            "forks inside call 1: the model stopped with '<a>' where the chat template puts '<b>'",
+            Reason("forks_inside", 1, detail=(Reason("other_stop", detail=("'<a>'", "'<b>'")),)),
+        ),
+        ("message 1 (user) stands in its place", Reason("replaced", None, 1, ("user",))),
+        ("message 1 (assistant) stands in its place, with other text", Reason("replaced_with", None, 1, ("other text",))),
+        (
+            "opens a sequence: message 3 (assistant) is not the recorded one (assistant): text\n(x) (compared with call 0)",
+            Reason("opens_because", detail=(Reason("answer_changed", 0, 3, ("text\n(x)",)),)),
+        ),
+        ("extends call x with 1 new message(s)", Reason("continues", detail=("call x with 1 new message(s)",))),
+        ("another sentence", Reason("in_words", detail=("another sentence",))),
+    ],
+)
+def test_other_sentences_of_earlier_releases_are_read(sentence, reason):
+    assert read_reason(sentence) == reason
 
 
 def judged(groups):

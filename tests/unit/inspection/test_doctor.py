@@ -21,7 +21,7 @@ from strands_sglang.inspection.doctor import KINDS, findings
 from strands_sglang.inspection.reading import UnreadableError, read
 from strands_sglang.inspection.records import Finding
 from strands_sglang.inspection.show import COLORS, episode_lines
-from strands_sglang.reasons import Reason
+from strands_sglang.reasons import Reason, read_reason
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang
 from strands_sglang.viewer import render
 from support import specimens
@@ -478,6 +478,31 @@ def test_a_step_of_an_earlier_release_has_no_finding():
     assert {str(one.left_out) for one in (*group.episodes, *other.episodes) if one.left_out} == {
         "the outcome aborted has no reward"
     }
+
+
+def in_sentences(path):
+    """Write a trajectory as earlier releases did: its reasons are sentences."""
+    tensors = load_file(path)
+    facts = json.loads(tensors["trajectory"].tobytes())
+    for turn in facts["turns"]:
+        for name in ("reason", "note"):
+            turn[name] = str(read_reason(turn[name])) if turn[name] else ""
+    tensors["trajectory"] = np.frombuffer(json.dumps(facts).encode(), "uint8")
+    save_file(tensors, path, {"format": "strands-sglang trajectory", "version": "2"})
+
+
+def test_the_template_policy_of_an_earlier_release_is_no_finding(rollout, tmp_path):
+    reasoning = "<think>\nHidden thought.\n</think>\n\nAnswer"
+    _, model = rollout([reasoning, reasoning], history_policy="template")
+    agent = make_agent(model, callback_handler=None)
+    agent("a")
+    agent("b")
+    path = tmp_path / "old.safetensors"
+    model.trajectory.save(path)
+    in_sentences(path)
+    groups = read([path])
+    assert [turn.why.kind for turn in groups[0].episodes[0].turns] == ["first", "opens_because"]
+    assert findings(groups) == []
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__.removeprefix("plant_"))
