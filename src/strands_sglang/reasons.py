@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 _COMPARED = " (compared with call {turn})"
@@ -64,11 +65,11 @@ SENTENCES: Mapping[str, str] = {
 """The kinds of reasons, and the sentence of each."""
 
 EARLIER: Mapping[str, str] = {
-    "goes_on": "it goes on after message {position}" + _COMPARED,
-    "policy": "the chat template writes earlier turns anew behind a {0} message",
+    "goes_on": "it goes on after message {position}" + _COMPARED,  # as released
+    "policy": "the chat template writes earlier turns anew behind a {0} message",  # as released
     "other_stop": "the model stopped with {0} where the chat template puts {1}",
-    "replaced": "message {position} ({0}) stands in its place",
-    "replaced_with": "message {position} (assistant) stands in its place, with {0}",
+    "replaced": "message {position} ({0}) stands in its place",  # as released
+    "replaced_with": "message {position} (assistant) stands in its place, with {0}",  # as released
 }
 """Sentences of release 0.5.0, where they are others."""
 
@@ -102,25 +103,26 @@ def read_reason(value: Any) -> Reason:
     Raises:
         ValueError: It is none, or of a kind that this release does not know.
     """
-    if isinstance(value, str):
-        return _of_sentence(value)
-    kind, turn, position, detail = value
-    if kind not in SENTENCES:
-        raise ValueError(f"the reason {kind!r} is of a kind that this release does not know")
-    parts = tuple(part if isinstance(part, str) else read_reason(part) for part in detail)
-    reason = Reason(kind, turn, position, parts)
-    str(reason)
-    return reason
+    match value:
+        case str():
+            return _of_sentence(value)
+        case [str(kind), int() | None as turn, int() | None as position, list(detail)] if kind in SENTENCES:
+            parts = tuple(part if isinstance(part, str) else read_reason(part) for part in detail)
+            reason = Reason(kind, turn, position, parts)
+            with suppress(IndexError):  # details are missing
+                str(reason)
+                return reason
+    raise ValueError(f"{value!r:.80} is not a reason that this release knows")
 
 
 def _of_sentence(sentence: str) -> Reason:
     for kind, pattern in _PATTERNS:
         if (found := pattern.fullmatch(sentence)) is not None:
             values = found.groupdict()
-            turn, position = (values.pop(name, None) for name in ("turn", "position"))
+            numbers = {name: int(values.pop(name)) for name in ("turn", "position") if name in values}
             detail = values.values()
             parts = map(_of_sentence, detail) if kind in _NESTING else detail
-            return Reason(kind, turn and int(turn), position and int(position), tuple(parts))
+            return Reason(kind, detail=tuple(parts), **numbers)
     return Reason("in_words", detail=(sentence,))
 
 

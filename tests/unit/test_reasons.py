@@ -47,9 +47,8 @@ def test_a_file_keeps_a_reason():
     ],
 )
 def test_what_is_no_reason_is_refused(value):
-    with pytest.raises(ValueError, match="reason") as refused:
+    with pytest.raises(ValueError, match="is not a reason that this release knows"):
         read_reason(value)
-    assert str(value)[:9] in str(refused.value)
 
 
 INNER = Reason("message_changed", 3, 2, ("user", "assistant"))
@@ -72,22 +71,25 @@ def test_sentences_of_earlier_releases_are_read(kind):
     ("sentence", "reason"),
     [
         (
-            "opens a sequence: it goes on after message 3 (compared with call 2)",
+            "opens a sequence: it goes on after message 3 (compared with call 2)",  # as released
             Reason("opens_because", detail=(Reason("goes_on", 2, 3),)),
         ),
         (
-            "opens a sequence: the chat template writes earlier turns anew behind a user message",
+            "opens a sequence: the chat template writes earlier turns anew behind a user message",  # as released
             Reason("opens_because", detail=(Reason("policy", detail=("user",)),)),
         ),
         (
             "forks inside call 1: the model stopped with '<a>' where the chat template puts '<b>'",
             Reason("forks_inside", 1, detail=(Reason("other_stop", detail=("'<a>'", "'<b>'")),)),
         ),
-        ("message 1 (user) stands in its place", Reason("replaced", None, 1, ("user",))),
-        ("message 1 (assistant) stands in its place, with other text", Reason("replaced_with", None, 1, ("other text",))),
+        ("message 1 (user) stands in its place", Reason("replaced", None, 1, ("user",))),  # as released
         (
-            "opens a sequence: message 3 (assistant) is not the recorded one (assistant): text\n(x) (compared with call 0)",
-            Reason("opens_because", detail=(Reason("answer_changed", 0, 3, ("text\n(x)",)),)),
+            "message 1 (assistant) stands in its place, with other text",  # as released
+            Reason("replaced_with", None, 1, ("other text",)),
+        ),
+        (
+            "forks after call 0: message 3 (assistant) is not the recorded one (assistant): \n(b) (compared with call 0)",
+            Reason("forks", 0, detail=(Reason("answer_changed", 0, 3, ("\n(b)",)),)),
         ),
         ("extends call x with 1 new message(s)", Reason("continues", detail=("call x with 1 new message(s)",))),
         ("another sentence", Reason("in_words", detail=("another sentence",))),
