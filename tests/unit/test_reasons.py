@@ -88,8 +88,8 @@ def test_sentences_of_earlier_releases_are_read(kind):
             Reason("replaced_with", None, 1, ("other text",)),
         ),
         (
-            "forks after call 0: message 3 (assistant) is not the recorded one (assistant): \n(b) (compared with call 0)",
-            Reason("forks", 0, detail=(Reason("answer_changed", 0, 3, ("\n(b)",)),)),
+            "forks after call 0: message 3 (assistant) is not the recorded one (assistant): \n) (compared with call 0)",
+            Reason("forks", 0, detail=(Reason("answer_changed", 0, 3, ("\n)",)),)),
         ),
         ("extends call x with 1 new message(s)", Reason("continues", detail=("call x with 1 new message(s)",))),
         ("another sentence", Reason("in_words", detail=("another sentence",))),

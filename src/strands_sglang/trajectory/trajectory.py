@@ -39,7 +39,7 @@ from ..templates.image_tokens import ImageInputs
 from .discards import After, judge, judge_end, note_if_gone, settle
 from .explain import explain, reason_to_extend, reason_to_open
 from .export import export_sequences, helpers_tokens, sequence_of
-from .storage import decode_turns, encode_turns, read_fields, reading, write_file
+from .storage import TrajectoryFileError, decode_turns, encode_turns, read_fields, reading, write_file
 from .tokens import TokenManager
 from .turn import Turn, TurnStatus
 
@@ -689,11 +689,21 @@ class Trajectory:
 
         Raises:
             OSError: The file cannot be written; a previous file stays unchanged.
+            TrajectoryFileError: It was read from bytes that were changed.
         """
         write_file(path, self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """Return the bytes that `save` writes."""
+        """Return the bytes that `save` writes.
+
+        Raises:
+            TrajectoryFileError: It was read from bytes that were changed: a new checksum would make them valid.
+        """
+        if self.is_changed:
+            raise TrajectoryFileError(
+                "the trajectory was read from bytes that were changed since they were written, so it can be neither "
+                "saved nor copied: keep the bytes"
+            )
         with self._lock:
             asked = [(turn.agent, turn.is_auxiliary) for turn in self._turns if turn.agent is not None]
             facts = {

@@ -1157,6 +1157,15 @@ async def test_a_changed_file_is_only_shown(recorded, tmp_path):
     assert findings(read([path])) != []
 
 
+async def test_a_changed_trajectory_never_becomes_a_valid_one(recorded, tmp_path):
+    content = recorded.to_bytes().replace(b'"latency_s": ', b'"latency_s":9')
+    shown = Trajectory.from_bytes(content, changed_too=True)
+    for keep in (copy.deepcopy, copy.copy, pickle.dumps, lambda it: it.save(tmp_path / "t"), Trajectory.to_bytes):
+        with pytest.raises(TrajectoryFileError, match="read from bytes that were changed since they were written"):
+            keep(shown)
+    assert not (tmp_path / "t").exists()
+
+
 def column(name, change):
     return lambda tensors, facts: tensors.update({name: change(tensors[name])})
 
