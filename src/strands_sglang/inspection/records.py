@@ -9,10 +9,12 @@ Columns are numpy arrays of shape `(T,)`; NaN where a value is unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..credit import Episode, TrainingRow, TrainingRows
@@ -202,7 +204,7 @@ class Inspected:
         """List the turns once."""
         self.turns = self.trajectory.turns
 
-    def as_episode(self, group: str) -> Episode:
+    def as_episode(self, group: Hashable) -> Episode:
         """Return it in the form that is trained."""
         end = self.end
         return Episode(
@@ -227,7 +229,7 @@ class Group:
     """The episodes of one prompt.
 
     Attributes:
-        id: Its name.
+        id: Its name, unique in its file.
         episodes: Its episodes.
         kind: Kind of file: a key of `reading.KINDS`.
         file: The file or folder.
@@ -237,6 +239,7 @@ class Group:
         batch: The rows of the training step that it is part of, those of other groups included.
         strays: Names of its trajectories that belong to no episode.
         config: Configuration of most samples of the evaluation.
+        key: What the file has as the group.
     """
 
     id: str
@@ -249,6 +252,17 @@ class Group:
     batch: TrainingRows | None = None
     strays: Sequence[str] = ()
     config: str | None = None
+    key: Hashable = None
+
+
+def group_of(groups: dict[Hashable, Group], key: Hashable, kind: str, file: Path) -> Group:
+    """Return the group of a file that has a key; a new one if there is none yet."""
+    if key not in groups:
+        name = key if isinstance(key, str) else json.dumps(key)
+        if name in (group.id for group in groups.values()):
+            name += f" ({type(key).__name__})"
+        groups[key] = Group(name, [], kind, str(file), is_scored=kind in ("step", "slime"), key=key)
+    return groups[key]
 
 
 def turns_of(groups: Iterable[Group]) -> Iterator[Turn]:

@@ -480,6 +480,35 @@ def test_a_step_of_an_earlier_release_has_no_finding():
     }
 
 
+def step_of_groups(tokenizer, folder, *names):
+    """Write a step with two episodes of each group, of rewards that differ."""
+    episodes = []
+    for number in range(2 * len(names)):
+        trajectory = record(tokenizer, number, answers=1)
+        reward = (1.0, 0.0, 0.25, 0.5, 3.0, 4.5)[number]
+        episodes.append(credit.Episode(trajectory, reward, names[number // 2], f"e{number}"))
+        (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+        trajectory.save(folder / "trajectories" / f"e{number}.safetensors")
+    credit.training_rows(episodes).save(folder / "rows.safetensors")
+    return folder
+
+
+def test_groups_of_one_spelling_are_several(chatml_tokenizer, tmp_path):
+    groups = read([step_of_groups(chatml_tokenizer, tmp_path, 1, "1", "2")])
+    assert [len(group.episodes) for group in groups] == [2, 2, 2]
+    assert [group.id for group in groups] == ["1", "1 (str)", "2"]
+    assert findings(groups) == []
+
+
+def test_a_flat_group_that_is_no_string_has_no_advantages(chatml_tokenizer, tmp_path):
+    folder = Folder(step_of_groups(chatml_tokenizer, tmp_path, ("a", 1), "b"), 0)
+    assert findings(read([folder.path])) == []
+    folder.edit(lambda tensors, facts: facts["flat_groups"].append(["a", 1]))
+    assert {(found.kind, found.group, found.why) for found in findings(read([folder.path]))} == {
+        ("advantage", '["a", 1]', "it counts as flat, but has advantages")
+    }
+
+
 def in_sentences(path):
     """Write a trajectory as earlier releases did: its reasons are sentences."""
     tensors = load_file(path)

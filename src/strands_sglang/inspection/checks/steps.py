@@ -58,7 +58,7 @@ def check_step(groups: Sequence[Group]) -> Iterator[Facts]:
     for row in expected:
         wanted.setdefault(row.episode, []).append(row)
     for group in groups:
-        if (group.id in map(str, batch.flat_groups)) and any(_has_advantage(one) for one in group.episodes):
+        if group.key in batch.flat_groups and any(_has_advantage(one) for one in group.episodes):
             yield {"kind": "advantage", "why": "it counts as flat, but has advantages", "group": group.id}
         for episode in group.episodes:
             for facts in _episode(group, episode, batch, expected, wanted.get(episode.id, [])):
@@ -73,7 +73,7 @@ def _expected(groups: Sequence[Group], batch: TrainingRows) -> TrainingRows:
     """
     episodes = []
     for group in groups:
-        episodes += [episode.as_episode(group.id) for episode in group.episodes if episode.in_batch]
+        episodes += [episode.as_episode(group.key) for episode in group.episodes if episode.in_batch]
     made = [training_rows(episodes, **settings) for settings in ([batch.settings] if batch.settings else _BASELINES)]
     return min(made, key=lambda rows: sum(not _agree(rows, batch, name) for name in batch.advantages))
 

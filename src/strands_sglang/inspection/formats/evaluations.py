@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...messages.said import said_in
 from ...trajectory.trajectory import EpisodeEnd, Trajectory
-from ..records import Group, Inspected
+from ..records import Group, Inspected, group_of
 from .trajectories import inspect_file
 
 FORMAT = "strands-env evaluation 1"
@@ -39,7 +39,9 @@ def read_evaluation(results: Path) -> list[Group]:
         plan = json.loads(plan_file.read_bytes())
         if plan["format"] != FORMAT:
             raise EvaluationFileError(f"{plan_file}: its format is {plan['format']!r}, not {FORMAT!r}")
-        groups = {prompt: Group(prompt, [], kind="evaluation", file=str(results)) for prompt in plan["prompts"]}
+        groups: dict[Hashable, Group] = {}
+        for prompt in plan["prompts"]:
+            group_of(groups, prompt, "evaluation", results)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         if isinstance(error, EvaluationFileError):
             raise
@@ -63,8 +65,7 @@ def read_evaluation(results: Path) -> list[Group]:
             why = f"{results.name} has several records of it; the last one is examined"
             episode.problems.append(("structure", why))
         vocabulary.update(episode.trajectory.pieces)
-        prompt = str(record["prompt_id"])
-        groups.setdefault(prompt, Group(prompt, [], kind="evaluation", file=str(results))).episodes.append(episode)
+        group_of(groups, str(record["prompt_id"]), "evaluation", results).episodes.append(episode)
     configs = Counter(str(record.get("config")) for _, record in records.values())
     for group in groups.values():
         group.vocabulary = vocabulary

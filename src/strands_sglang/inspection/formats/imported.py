@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ...credit import Episode
 from ...trainers.records import RecordError
 from ...trajectory.trajectory import EpisodeEnd, Trajectory
-from ..records import Group, Inspected
+from ..records import Group, Inspected, group_of
 from .trajectories import inspect
 
 
@@ -25,7 +25,7 @@ def read_imported(path: Path) -> list[Group]:
         OSError: The file cannot be read.
         ImportedFileError: It holds something else.
     """
-    groups: dict[str, Group] = {}
+    groups: dict[Hashable, Group] = {}
     for where, value in _values(path):
         try:
             library, episodes = _imported(value)
@@ -35,15 +35,13 @@ def read_imported(path: Path) -> list[Group]:
             name = where.strip(", ")
             kind = error.kind if isinstance(error, RecordError) else "structure"
             lost = Inspected(name or path.stem, Trajectory(), str(path), problems=[(kind, str(error))])
-            groups.setdefault(where, Group(name, [], kind="imported", file=str(path))).episodes.append(lost)
+            group_of(groups, name, "imported", path).episodes.append(lost)
             continue
         for one in episodes:
-            name = str(one.group)
-            group = groups.setdefault(name, Group(name, [], kind=library, file=str(path)))
             episode = inspect(one.trajectory, one.id, file=str(path))
             outcome = None if one.outcome is None else one.outcome.value
             episode.end = EpisodeEnd(outcome, one.reward, one.turn_rewards)
-            group.episodes.append(episode)
+            group_of(groups, one.group, library, path).episodes.append(episode)
     return list(groups.values())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from ...credit import TrainingRow, TurnSpan
 from ...trajectory.tokens import TokenManager
 from ...trajectory.trajectory import EpisodeEnd, Trajectory
-from ..records import Group, Inspected, TokenSequence
+from ..records import Group, Inspected, TokenSequence, group_of
 from .steps import turns_of_row
 
 
@@ -31,19 +31,18 @@ def read_dump(path: Path) -> list[Group]:
         import torch
     except ModuleNotFoundError as error:
         raise DumpFileError(f"{path}: a rollout dump of slime needs PyTorch: pip install torch") from error
-    groups: dict[str, Group] = {}
+    groups: dict[Hashable, Group] = {}
     episodes: dict[tuple[str, Any], Inspected] = {}
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)  # runs no code of the file
         for place, sample in enumerate(content["samples"]):
-            name = str(sample.get("group_index"))
-            group = groups.setdefault(name, Group(name, [], kind="slime", file=str(path), is_scored=True))
+            group = group_of(groups, sample.get("group_index"), "slime", path)
             rollout = next((sample[key] for key in ("rollout_id", "index") if sample.get(key) is not None), place)
-            if (name, rollout) not in episodes:
+            if (group.id, rollout) not in episodes:
                 episode = Inspected(str(rollout), Trajectory(), str(path), has_trajectory=False)
-                episodes[name, rollout] = episode
+                episodes[group.id, rollout] = episode
                 group.episodes.append(episode)
-            _add_sample(episodes[name, rollout], sample)
+            _add_sample(episodes[group.id, rollout], sample)
     except OSError:
         raise
     except Exception as error:  # a pickle of anything

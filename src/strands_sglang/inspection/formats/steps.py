@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +16,7 @@ from ...protocol.generation import Generation, VersionSpan
 from ...reasons import Reason
 from ...trajectory.trajectory import EpisodeEnd, Trajectory
 from ...trajectory.turn import Turn, TurnStatus
-from ..records import Group, Inspected, Step, TokenSequence, steps_to
+from ..records import Group, Inspected, Step, TokenSequence, group_of, steps_to
 from .trajectories import inspect_file
 
 ROWS = "rows.safetensors"
@@ -38,7 +37,7 @@ def read_step(folder: Path) -> list[Group]:
         by_episode.setdefault(row.episode, []).append((number, row))
     names = list(dict.fromkeys([*batch.episodes, *by_episode, *batch.left_out]))
     files = {path.stem for path in (folder / "trajectories").glob("*.safetensors")}
-    groups: dict[str, Group] = {}
+    groups: dict[Hashable, Group] = {}
     vocabulary: dict[int, bytes] = {}
     for name in names:
         path = folder / "trajectories" / f"{name}.safetensors"
@@ -54,7 +53,7 @@ def read_step(folder: Path) -> list[Group]:
         group = known.get("group", own[0][1].group if own else None)
         for number, row in own:
             if row.group != group:
-                told = f"row {number} is of group {row.group}, and its episode of {group}"
+                told = f"row {number} is of group {row.group!r}, and its episode of {group!r}"
                 episode.problems.append(("group", told))
         episode.left_out = batch.left_out.get(name)
         episode.in_batch = name in batch.episodes
@@ -68,8 +67,7 @@ def read_step(folder: Path) -> list[Group]:
         else:
             episode.end = EpisodeEnd(episode.end.outcome, batch.rewards.get(name, episode.end.reward))
         _add_rows(episode, own)
-        shown = group if isinstance(group, str) else json.dumps(group)
-        groups.setdefault(shown, Group(shown, [], kind="step", file=str(file), is_scored=True)).episodes.append(episode)
+        group_of(groups, group, "step", file).episodes.append(episode)
     for one in groups.values():
         one.vocabulary, one.batch, one.strays = vocabulary, batch, sorted(files.difference(names))
     return list(groups.values())
