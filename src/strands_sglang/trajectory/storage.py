@@ -42,6 +42,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ..messages.content import Picture
+from ..outcomes import TerminationReason
 from ..protocol.generation import Generation, SamplingMask, to_json
 from ..reasons import Reason, read_reason
 from ..templates.encoder import Encoder
@@ -181,6 +182,7 @@ def _describe_turn(turn: Turn, parent: int | None, encoder: Encoder | None) -> d
         "reason": turn.why,
         "note": turn.fate,
         "cause": turn.failure,
+        "cause_outcome": turn.failure_outcome,
         "prompt_tokens": len(turn.prompt_ids),
         "has_prompt_logprobs": turn.prompt_logprobs is not None,
         "images": None,
@@ -446,12 +448,14 @@ class _Reader:
         known |= {name: described[name] for name in _REQUIRED_FIELDS}
         text = None if answer is None else answer.get("text")
         known |= {"why": described["reason"], "fate": described["note"] or None, "text": text}
+        cause, outcome = described["cause"], described.get("cause_outcome")  # earlier files lack it
+        if cause is not None:
+            known["cause"] = RecordedError(cause, None if outcome is None else TerminationReason(outcome))
         turn = Turn(
             **read_fields(Turn, known, where),
             parent=None if parent is None else turns[parent],
             prompt_ids=self._next("prompt_ids", count),
             prompt_logprobs=self._next("prompt_logprobs", count, is_there=described["has_prompt_logprobs"]),
-            cause=None if described["cause"] is None else RecordedError(described["cause"]),
             images=None if described["images"] is None else self._images(f"images.{position}.", described),
         )
         if answer is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..messages import ChatTools
 from ..messages.said import Said
+from ..outcomes import TerminationReason, termination_reason
 from ..protocol.generation import Generation
 from ..protocol.wire import EncodedIds
 from ..reasons import Reason
@@ -40,7 +41,16 @@ class TurnStatus(str, Enum):
 
 
 class RecordedError(Exception):
-    """The error that failed a turn, as read from a file: its type and its message."""
+    """The error that failed a turn, as read from a file: its type and its message.
+
+    Attributes:
+        outcome: Outcome of an episode that it ends; None if the file does not tell.
+    """
+
+    def __init__(self, message: str, outcome: TerminationReason | None = None) -> None:
+        """Initialize with the message and the outcome."""
+        super().__init__(message)
+        self.outcome = outcome
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -208,6 +218,13 @@ class Turn:
         if self.cause is None or isinstance(self.cause, RecordedError):
             return None if self.cause is None else str(self.cause)
         return f"{type(self.cause).__name__}: {self.cause}"
+
+    @property
+    def failure_outcome(self) -> TerminationReason | None:
+        """Outcome of an episode that the error ends; None without one, or if the file does not tell."""
+        if isinstance(self.cause, RecordedError):
+            return self.cause.outcome
+        return None if self.cause is None else termination_reason(self.cause)
 
     def __repr__(self) -> str:
         """Show counts and the reason, never the tokens, which may be many."""

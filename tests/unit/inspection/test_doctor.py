@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from safetensors.numpy import load_file, save_file
-from strands.types.exceptions import MaxTokensReachedException
+from strands.types.exceptions import MaxTokensReachedException, ModelThrottledException
 
-from strands_sglang import SGLangModel, credit
+from strands_sglang import SGLangConnectionError, SGLangModel, Trajectory, credit
 from strands_sglang.cli import main
 from strands_sglang.inspection.doctor import KINDS, findings
 from strands_sglang.inspection.reading import UnreadableError, read
@@ -507,6 +507,58 @@ def test_a_flat_group_that_is_no_string_has_no_advantages(chatml_tokenizer, tmp_
     assert {(found.kind, found.group, found.why) for found in findings(read([folder.path]))} == {
         ("advantage", '["a", 1]', "it counts as flat, but has advantages")
     }
+
+
+class RouterError(SGLangConnectionError):
+    """An infrastructure failure of another name."""
+
+
+class SGLangHTTPErrorInATool(ValueError):  # noqa: N818
+    """No infrastructure failure, whatever its name begins with."""
+
+
+def write_failed(rollout, path, error):
+    """Write a trajectory with a reward whose last call failed."""
+
+    def on_request(turn, plan):
+        if turn.index == 1:
+            raise error
+        return plan
+
+    _, model = rollout(["a"])
+    model.on_request = on_request
+    agent = make_agent(model, callback_handler=None)
+    agent("a")
+    with contextlib.suppress(Exception):
+        agent("b")
+    model.trajectory.note_end(outcome="timeout", reward=1.0)
+    model.trajectory.save(path)
+
+
+@pytest.mark.parametrize("error", [RouterError("gone"), ModelThrottledException("busy"), TimeoutError("late")])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_reward_after_a_failure_of_the_infrastructure_is_found(rollout, tmp_path, error, copied):
+    path = tmp_path / "failed.safetensors"
+    write_failed(rollout, path, error)
+    if copied:
+        Trajectory.load(path).save(path)
+    found = [(one.kind, one.turn) for one in findings(read([path]))]
+    assert found == ([] if isinstance(error, TimeoutError) else [("reward-failure", 1)])
+
+
+def test_the_name_of_an_error_tells_nothing_of_the_infrastructure(rollout, tmp_path):
+    path = tmp_path / "failed.safetensors"
+    write_failed(rollout, path, SGLangHTTPErrorInATool("oops"))
+    assert findings(read([path])) == []
+
+
+@pytest.mark.parametrize("outcome", ["no_outcome", 3])
+def test_an_unknown_kind_of_failure_is_refused(rollout, tmp_path, outcome):
+    folder = Folder(tmp_path, 0)
+    write_failed(rollout, tmp_path / "failed.safetensors", RouterError("gone"))
+    folder.edit(lambda tensors, facts: facts["turns"][1].update(cause_outcome=outcome), "failed.safetensors")
+    (found,) = findings(read([tmp_path / "failed.safetensors"]))
+    assert found.kind == "structure" and repr(outcome) in found.why
 
 
 def in_sentences(path):

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...credit import version_number
 from ...messages import chain_of
+from ...outcomes import TerminationReason
 from ...reasons import Reason
 from ...shown import counted
 from ...trajectory.turn import Turn, TurnStatus
@@ -188,11 +189,6 @@ def _by_tokens(group: Group, episode: Inspected) -> Iterator[Facts]:
 # --- ends ---
 
 
-_INFRASTRUCTURE = tuple(
-    f"SGLang{name}Error" for name in ("HTTP", "Connection", "Decoding", "Throttled", "Client", "Deadline")
-)
-
-
 _KEPT = (TurnStatus.ANSWERED, TurnStatus.COMMITTED, TurnStatus.FINAL)
 
 
@@ -233,6 +229,7 @@ def _ends(episode: Inspected) -> Iterator[Facts]:
         told = "was aborted" if is_aborted else "was cut off at its length"
         why = f"the task counts as complete, but its last answer {told}"
         yield {"kind": "cut-complete", "why": why, "turn": last.index}
-    if end.reward is not None and last.status is TurnStatus.FAILED and (last.failure or "").startswith(_INFRASTRUCTURE):
+    has_no_answer = last.status is TurnStatus.FAILED
+    if has_no_answer and end.reward is not None and last.failure_outcome is TerminationReason.INFRASTRUCTURE_ERROR:
         why = f"the episode has the reward {end.reward:g}, but its last call failed: {last.failure}"
         yield {"kind": "reward-failure", "why": why, "turn": last.index}
