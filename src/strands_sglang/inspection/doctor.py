@@ -71,6 +71,7 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
     for group in groups:
         if group.kind == "step":
             steps.setdefault(group.file, []).append(group)
+        files = {episode.id: episode.file for episode in group.episodes}
         for episode in group.episodes:
             own: list[Finding] = []
             for check in (
@@ -87,7 +88,10 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
                 own.append(Finding("changed", why, episode.file, group.id, episode.id))
             found += own
         for check in (check_repeated(group), check_prompts(group), check_rewards(group)):
-            found += [Finding(**{"file": group.file, "group": group.id, **facts}) for facts in _guarded(check)]
+            for facts in _guarded(check):
+                is_own = group.kind == "trajectory" or facts.get("turn") is not None
+                file = files.get(str(facts.get("episode")), group.file) if is_own else group.file
+                found.append(Finding(**{"file": file, "group": group.id, **facts}))
     for file, batch in steps.items():
         for check in (check_openings(batch), check_step(batch)):
             found += [Finding(**{"file": file, **facts}) for facts in _guarded(check)]

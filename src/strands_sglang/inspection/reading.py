@@ -152,6 +152,9 @@ def _siblings(groups: list[Group]) -> list[Group]:
         known = joined.setdefault(number if turn is None else turn.key, group)
         if known is not group:
             known.vocabulary = {**known.vocabulary, **group.vocabulary}
+            for episode in group.episodes:
+                if episode.id in (one.id for one in known.episodes):
+                    episode.id = episode.file
             known.episodes += group.episodes
     return list(joined.values())
 

@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ from strands_sglang.inspection.show import COLORS, episode_lines
 from strands_sglang.reasons import Reason, read_reason
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang
 from strands_sglang.viewer import render
+from strands_sglang.viewer.blocks import Blocks
+from strands_sglang.viewer.payload import page_index
 from support import specimens
 from support.agents import make_agent
 from support.histories import PLANS, Player
@@ -507,6 +510,24 @@ def test_a_flat_group_that_is_no_string_has_no_advantages(chatml_tokenizer, tmp_
     assert {(found.kind, found.group, found.why) for found in findings(read([folder.path]))} == {
         ("advantage", '["a", 1]', "it counts as flat, but has advantages")
     }
+
+
+def test_a_finding_of_joined_trajectories_names_the_file_of_its_episode(chatml_tokenizer, tmp_path):
+    files = [tmp_path / name / "same.safetensors" for name in ("a", "b", "c")]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        trajectory = record(chatml_tokenizer, 0, answers=1)
+        trajectory.turns[0].generation = replace(trajectory.turns[0].generation, request_id=f"{number % 2}")
+        trajectory.note_end(outcome="aborted" if number == 1 else "task_complete", reward=1.0)
+        trajectory.save(file)
+    groups = read(files)
+    found = findings(groups)
+    assert [(one.kind, one.file) for one in found if one.kind in ("trained-twice", "reward-failure")] == [
+        ("trained-twice", str(files[2])),
+        ("reward-failure", str(files[1])),
+    ]
+    placed = page_index(groups, found, Blocks())["findings"]
+    assert [one["episode"] for one in placed if "aborted" in one["why"] or "request" in one["why"]] == [2, 1]
 
 
 class RouterError(SGLangConnectionError):
