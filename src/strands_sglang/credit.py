@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .outcomes import OUTCOMES, RewardRule, TerminationReason
-from .reasons import Reason, read_reason
-from .trajectory.storage import metadata_of, write_file
+from .reasons import Reason
+from .trajectory.storage import TrajectoryFileError, pack, read_fields, reading, unpack, write_file
 from .trajectory.tokens import Segment, TokenManager
 from .trajectory.trajectory import Trajectory
 from .trajectory.turn import Turn
@@ -45,8 +45,8 @@ LARGEST_REWARD = 1e18
 """Trainers compute in float32, which ends at 3.4e38: sums of larger rewards' squares would be infinite."""
 
 FORMAT = "strands-sglang training rows"
-VERSION = "2"
-READABLE = ("1", VERSION)
+VERSION = "3"
+READABLE = ("1", "2", VERSION)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class Episode:
 
 
 class RowsFileError(ValueError):
-    """A file holds no training rows, is truncated, or has a version that this library does not know."""
+    """A file holds no training rows, is damaged or was changed, or has a version that this library does not know."""
 
 
 class TurnSpan(NamedTuple):
@@ -181,6 +181,7 @@ class TrainingRows(Sequence[TrainingRow]):
         settings: The arguments of `training_rows` besides the episodes; empty if the rows are of several batches.
         episodes: What is known of every episode of the batch besides its trajectory, by id: `group`, `reward`,
             `turn_rewards` and `outcome`.
+        is_changed: Whether they were read from a file that was changed since; see `load`.
     """
 
     rows: Sequence[TrainingRow]
@@ -190,6 +191,7 @@ class TrainingRows(Sequence[TrainingRow]):
     rewards: dict[str, float]
     settings: dict[str, Any] = field(default_factory=dict)
     episodes: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_changed: bool = False
 
     @classmethod
     def joined(cls, batches: Iterable[TrainingRows]) -> TrainingRows:
@@ -210,6 +212,7 @@ class TrainingRows(Sequence[TrainingRow]):
             joined.advantages |= part.advantages
             joined.rewards |= part.rewards
             joined.episodes |= part.episodes
+            joined.is_changed |= part.is_changed
         if parts and all(part.settings == parts[0].settings for part in parts):
             joined.settings = parts[0].settings
         return joined
@@ -229,7 +232,7 @@ class TrainingRows(Sequence[TrainingRow]):
     def save(self, path: str | PathLike[str]) -> None:
         """Write the rows to a safetensors file, atomically: a full disk or a kill leaves the previous content.
 
-        Layout (format version 2), per token of all rows end to end: `token_ids` (int32), `loss_mask` (uint8),
+        Layout (format version 3), per token of all rows end to end: `token_ids` (int32), `loss_mask` (uint8),
         `logprobs` and `advantages` (float64), `versions` (int32, a position in the description's `versions`; -1 for
         None) and, if all rows have them, `trainer_logprobs` (float64). Row n holds the tokens from `row_offsets[n]` to
         `row_offsets[n + 1]` (int64, one more than rows). `loss_weights` (float64) has one value per row, if all rows
@@ -238,7 +241,8 @@ class TrainingRows(Sequence[TrainingRow]):
         `description` (uint8) is JSON: `rows` with `episode`, `group`, `prompt_length`, `episode_trained`,
         `episode_version` and `spans` (lists of turn, prompt tokens, sampled tokens, finish reason), and `left_out`,
         `flat_groups`, `rewards`, `advantages`, `settings` and `episodes` as in this class. Tuples are lists. The file's
-        metadata holds `format` and `version`. `left_out` holds sentences in version 1.
+        metadata holds `format`, `version` and, as a trajectory's, `checksum`. Version 2 has no checksum, and in version
+        1 `left_out` holds sentences.
 
         Args:
             path: Path of the file.
@@ -247,10 +251,14 @@ class TrainingRows(Sequence[TrainingRow]):
             TypeError: A group is not made of strings, numbers, booleans, None and tuples of them.
             ValueError: A column of a row has not one value for each token.
             OSError: The file cannot be written.
+            RowsFileError: They were read from a file that was changed: a new checksum would make it valid.
         """
         import numpy as np
-        from safetensors.numpy import save
 
+        if self.is_changed:
+            raise RowsFileError(
+                "the rows were read from a file that was changed, so they cannot be saved: keep the file"
+            )
         for number, row in enumerate(self.rows):
             for name in _COLUMNS:
                 column = getattr(row, name)
@@ -293,53 +301,32 @@ class TrainingRows(Sequence[TrainingRow]):
         tensors["description"] = np.frombuffer(
             json.dumps(description, default=lambda number: number.item()).encode(), "uint8"
         )
-        write_file(path, bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION})))
+        write_file(path, pack(tensors, FORMAT, VERSION))
 
     @classmethod
-    def load(cls, path: str | PathLike[str]) -> TrainingRows:
+    def load(cls, path: str | PathLike[str], *, changed_too: bool = False) -> TrainingRows:
         """Read the rows from a file of `save`. Every number is bit-equal to the one saved.
 
+        Args:
+            path: Path of the file.
+            changed_too: Whether to read a file that was changed since. `is_changed` then tells. For looking at it; do
+                not train on it.
+
         Raises:
-            RowsFileError: The file holds no training rows, is truncated, or has an unknown version.
+            RowsFileError: The file holds no training rows, is damaged or was changed, or has an unknown version.
             OSError: The file cannot be read.
         """
-        from safetensors import SafetensorError
-        from safetensors.numpy import load
-
         content = Path(path).read_bytes()
         try:
-            tensors = load(content)
-        except SafetensorError as error:
-            raise RowsFileError(f"{path}: not a safetensors file, or truncated: {error}") from error
-        except KeyError as error:  # bfloat16, which NumPy does not have
-            raise RowsFileError(f"{path}: not training rows: it has tensors of type {error}") from error
-        metadata = metadata_of(content)
-        if metadata.get("format") != FORMAT or metadata.get("version") not in READABLE:
-            found = f"{metadata.get('format')!r}, version {metadata.get('version')!r}"
-            raise RowsFileError(f"{path}: holds {found}, not {FORMAT!r}, version {' or '.join(READABLE)}")
-        try:
-            description = json.loads(tensors["description"].tobytes())
-            return cls(
-                _read_rows(tensors, description),
-                {name: read_reason(reason) for name, reason in description["left_out"].items()},
-                [_as_group(group) for group in description["flat_groups"]],
-                {
-                    name: {int(turn): value for turn, value in own.items()}
-                    for name, own in description["advantages"].items()
-                },
-                description["rewards"],
-                settings=description.get("settings", {}),
-                episodes={
-                    name: {
-                        **facts,
-                        "group": _as_group(facts["group"]),
-                        "turn_rewards": {int(turn): reward for turn, reward in facts["turn_rewards"].items()},
-                    }
-                    for name, facts in description.get("episodes", {}).items()  # earlier files lack them
-                },
-            )
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise RowsFileError(f"{path}: its parts do not fit together: {error!r}") from error
+            with reading(str(path)):
+                tensors, _, is_changed = unpack(content, FORMAT, READABLE, changed_too=changed_too)
+                known = json.loads(tensors["description"].tobytes())
+                rows = _read_rows(tensors, known.pop("rows"), known.pop("versions"))
+                for facts in known.get("episodes", {}).values():  # earlier files lack them
+                    facts |= {**read_fields(Episode, facts), "outcome": facts["outcome"]}
+                return cls(rows, is_changed=is_changed, **read_fields(cls, known))
+        except TrajectoryFileError as error:
+            raise RowsFileError(str(error)) from error.__cause__
 
     @property
     def counts(self) -> Counter[str]:
@@ -414,11 +401,9 @@ def _check_group(group: Any) -> None:
         raise TypeError(f"the group {group!r} cannot be saved: use strings, numbers, or tuples of them")
 
 
-def _as_group(group: Any) -> Hashable:
-    return tuple(map(_as_group, group)) if isinstance(group, list) else group
-
-
-def _read_rows(tensors: Mapping[str, Any], description: Mapping[str, Any]) -> list[TrainingRow]:
+def _read_rows(
+    tensors: Mapping[str, Any], described: Sequence[Mapping[str, Any]], versions: Sequence[str]
+) -> list[TrainingRow]:
     """Return the rows of a file; any error means that its parts do not fit together."""
     offsets = tensors["row_offsets"].tolist()
     total = len(tensors["token_ids"])
@@ -429,17 +414,17 @@ def _read_rows(tensors: Mapping[str, Any], description: Mapping[str, Any]) -> li
             raise ValueError(f"{total} token ids came with {len(tensors[name])} {name}")
     if not set(tensors["loss_mask"].tolist()) <= {0, 1} or min(tensors["versions"].tolist(), default=0) < -1:
         raise ValueError("a loss mask is not 0 or 1, or a version is below -1")
-    names = [*description["versions"], None]  # position -1 is None
+    names = [*read_fields(TrainingRow, {"versions": versions})["versions"], None]  # position -1 is None
     weights = tensors["loss_weights"].tolist() if "loss_weights" in tensors else [None] * (len(offsets) - 1)
-    rows = []
-    described = zip(description["rows"], weights, offsets[:-1], offsets[1:], strict=True)
-    for facts, weight, start, end in described:
+    rows: list[TrainingRow] = []
+    for facts, weight, start, end in zip(described, weights, offsets[:-1], offsets[1:], strict=True):
         columns = {name: tensors[name][start:end].tolist() for name in ("token_ids", *_COLUMNS) if name in tensors}
-        spans = [TurnSpan(*span) for span in facts["spans"]]
-        tokens = _sequence(spans, columns["token_ids"], columns["loss_mask"], columns["logprobs"])
+        known = read_fields(TrainingRow, facts, f"row {len(rows)}: ")
+        tokens = _sequence(known["spans"], columns["token_ids"], columns["loss_mask"], columns["logprobs"])
         columns["versions"] = [names[number] for number in columns["versions"]]
-        known = {**facts, **columns, "group": _as_group(facts["group"]), "spans": spans}
-        rows.append(TrainingRow(**known, tokens=tokens, trained=sum(columns["loss_mask"]), loss_weight=weight))
+        rows.append(
+            TrainingRow(**known, **columns, tokens=tokens, trained=sum(columns["loss_mask"]), loss_weight=weight)
+        )
     return rows
 
 

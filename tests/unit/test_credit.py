@@ -1,7 +1,10 @@
 """Who gets which credit: each sampled token once, the episode's advantage undivided, the loss that was asked for."""
 
 import asyncio
+import copy
+import json
 import math
+import pickle
 import re
 from array import array
 from collections import Counter
@@ -12,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch_file
 
@@ -27,6 +29,8 @@ from strands_sglang.credit import (
     training_rows,
     version_number,
 )
+from strands_sglang.inspection.doctor import findings
+from strands_sglang.inspection.reading import read
 from strands_sglang.protocol.generation import Generation, VersionSpan
 from strands_sglang.reasons import Reason
 from support.agents import assistant, user
@@ -495,14 +499,75 @@ def test_a_batch_without_rows_is_saved_too(tmp_path):
     assert loaded.settings == rows.settings and loaded.episodes == rows.episodes
 
 
-def test_a_reason_of_an_unknown_kind_is_refused(tmp_path):
+def change_rows(path, change):
+    """Change the tensors and the description of a file, which then has an earlier version, without a checksum."""
+    tensors = load_file(path)
+    description = json.loads(tensors["description"].tobytes())
+    change(tensors, description)
+    tensors["description"] = np.frombuffer(json.dumps(description).encode(), "uint8")
+    save_file(tensors, path, {"format": "strands-sglang training rows", "version": "2"})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda known: known["left_out"].update(c=["no_rewart", None, None, []]), "'no_rewart'.* is not a reason"),
+        (lambda known: known["left_out"].update(c=["forks", "x", {}, "ab"]), "is not a reason that this release knows"),
+        (lambda known: known.update(left_out=[]), r"TrainingRows.left_out is \[\]"),
+        (lambda known: known.update(flat_groups="g"), "TrainingRows.flat_groups is 'g'"),
+        (lambda known: known.update(flat_groups=[{}]), r"TrainingRows.flat_groups is \[{}\]"),
+        (lambda known: known["rewards"].update(g0="high"), "TrainingRows.rewards is {'g0': 'high'"),
+        (lambda known: known["advantages"].update(g0={"0": None}), "TrainingRows.advantages is {'g0': {'0': None}"),
+        (lambda known: known.update(settings=None), "TrainingRows.settings is None"),
+        (lambda known: known["episodes"]["g0"].update(reward="1"), "Episode.reward is '1'"),
+        (lambda known: known["episodes"]["g0"].update(turn_rewards=[1]), r"Episode.turn_rewards is \[1\]"),
+        (lambda known: known["episodes"]["g0"].update(group={}), "Episode.group is {}"),
+        (lambda known: known["episodes"]["g0"].update(outcome="done"), "'done' is not a valid TerminationReason"),
+        (lambda known: known["rows"][1].update(prompt_length="2"), "row 1: TrainingRow.prompt_length is '2'"),
+        (lambda known: known["rows"][1].update(episode=7), "row 1: TrainingRow.episode is 7"),
+        (lambda known: known["rows"][1].update(spans=[[0, 2, 2.5, "stop"]]), r"row 1: TrainingRow.spans is \[\[0, 2"),
+        (lambda known: known["rows"][1].update(spams=[]), "spams"),
+        (lambda known: known.update(versions=[3]), r"TrainingRow.versions is \[3\]"),
+    ],
+)
+def test_a_description_of_wrong_types_is_refused(tmp_path, change, told):
     path = tmp_path / "rows.safetensors"
-    training_rows([Episode(plain(), None, "g", "a")]).save(path)
-    path.write_bytes(path.read_bytes().replace(b'"no_reward"', b'"no_rewart"'))
-    with pytest.raises(
-        RowsFileError, match=r"rows\.safetensors: .*'no_rewart'.* is not a reason that this release knows"
-    ):
+    training_rows(batch(1.0, 0.0)).save(path)
+    change_rows(path, lambda tensors, known: change(known))
+    with pytest.raises(RowsFileError, match=f"^{re.escape(str(path))}: damaged: .*{told}"):
         TrainingRows.load(path)
+
+
+def test_rows_of_an_earlier_release_are_read(tmp_path):
+    path = tmp_path / "rows.safetensors"
+    rows = training_rows([*batch(1.0, 0.0, make=forked, group=("g", 1)), Episode(plain(), None, "h", "a")])
+    rows.save(path)
+    change_rows(path, lambda tensors, known: known.update(left_out={"a": "no reward"}))
+    loaded = TrainingRows.load(path)
+    assert facts(loaded) == facts(rows) and not loaded.is_changed
+    assert loaded.episodes == rows.episodes
+
+
+def test_changed_rows_are_only_shown(tmp_path):
+    path = tmp_path / "step" / "rows.safetensors"
+    path.parent.mkdir()
+    rows = training_rows(batch(1.0, 0.0))
+    rows.save(path)
+    path.write_bytes(path.read_bytes().replace(b'"normalize_std": false', b'"normalize_std" :false'))
+    with pytest.raises(RowsFileError, match=r"rows\.safetensors: changed since it was written"):
+        TrainingRows.load(path)
+    shown = TrainingRows.load(path, changed_too=True)
+    assert shown.is_changed and facts(shown) == facts(rows)
+    for kept in (
+        shown,
+        TrainingRows.joined([shown]),
+        replace(shown),
+        copy.copy(shown),
+        pickle.loads(pickle.dumps(shown)),
+    ):
+        with pytest.raises(RowsFileError, match="read from a file that was changed"):
+            kept.save(path)
+    assert [(one.kind, one.file) for one in findings(read([path.parent]))] == [("changed", str(path))]
 
 
 @pytest.mark.parametrize("fault", ["torn", "foreign", "weights", "newer", "a trajectory", "mixed up", "no file"])
@@ -514,7 +579,7 @@ def test_a_file_without_rows_is_named(tmp_path, fault):
     message = {
         "torn": "not a safetensors file, or truncated",
         "foreign": "not a safetensors file",
-        "weights": "not training rows",
+        "weights": "not 'strands-sglang training rows'",
     }
     if fault == "torn":
         path.write_bytes(content[:-7])
@@ -523,7 +588,7 @@ def test_a_file_without_rows_is_named(tmp_path, fault):
     elif fault == "weights":
         save_torch_file({"weight": torch.zeros(2, dtype=torch.bfloat16)}, path)
     elif fault == "newer":
-        path.write_bytes(content.replace(b'"version":"2"', b'"version":"9"'))
+        path.write_bytes(content.replace(b'"version":"3"', b'"version":"9"'))
     elif fault == "a trajectory":
         plain().save(path)
     elif fault == "mixed up":
@@ -534,7 +599,7 @@ def test_a_file_without_rows_is_named(tmp_path, fault):
         with pytest.raises(FileNotFoundError):
             TrainingRows.load(path)
         return
-    message |= {"newer": "version '9', not", "a trajectory": "'strands-sglang trajectory'", "mixed up": "fit together"}
+    message |= {"newer": "version '9', not", "a trajectory": "'strands-sglang trajectory'", "mixed up": "changed since"}
     with pytest.raises(RowsFileError, match=f"rows.safetensors: .*{message[fault]}"):
         TrainingRows.load(path)
 
@@ -543,11 +608,7 @@ def test_a_file_without_rows_is_named(tmp_path, fault):
 def test_a_file_with_impossible_values_is_named(tmp_path, column, value):
     path = tmp_path / "rows.safetensors"
     training_rows(batch(1.0, 0.0)).save(path)
-    with safe_open(path, "np") as file:
-        metadata = file.metadata()
-    tensors = load_file(path)
-    tensors[column][1] = value
-    save_file(tensors, path, metadata=metadata)
+    change_rows(path, lambda tensors, known: tensors[column].put(1, value))
     with pytest.raises(RowsFileError, match="a loss mask is not 0 or 1, or a version is below -1"):
         TrainingRows.load(path)
 

@@ -48,6 +48,9 @@ MOST = 200
 """Most findings of one kind in one file; a further one says how many more there are."""
 
 
+_CHANGED = "the file is no longer as it was written"
+
+
 def findings(groups: Iterable[Group]) -> list[Finding]:
     """Check recorded episodes.
 
@@ -84,8 +87,7 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
                     file = group.file if facts.get("sequence") is not None else episode.file
                     own.append(Finding(**{"file": file, "group": group.id, "episode": episode.id, **facts}))
             if not own and episode.trajectory.is_changed:
-                why = "the file is no longer as it was written"
-                own.append(Finding("changed", why, episode.file, group.id, episode.id))
+                own.append(Finding("changed", _CHANGED, episode.file, group.id, episode.id))
             found += own
         for check in (check_repeated(group), check_prompts(group), check_rewards(group)):
             for facts in _guarded(check):
@@ -95,6 +97,9 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
     for file, batch in steps.items():
         for check in (check_openings(batch), check_step(batch)):
             found += [Finding(**{"file": file, **facts}) for facts in _guarded(check)]
+        rows = batch[0].batch
+        if rows is not None and rows.is_changed and all(one.file != file for one in found):
+            found.append(Finding("changed", _CHANGED, file))
     return _bounded(dict.fromkeys(found))
 
 

@@ -32,8 +32,9 @@ import os
 import secrets
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
 from os import PathLike
@@ -117,7 +118,6 @@ def encode_turns(
         TypeError: An image processor's tensor has a type that numpy lacks.
     """
     import numpy as np
-    from safetensors.numpy import save
 
     positions = {id(turn): position for position, turn in enumerate(turns)}
     answers = [answer for turn in turns if (answer := turn.generation) is not None]
@@ -157,7 +157,53 @@ def encode_turns(
         described.append(_describe_turn(turn, parent, encoder))
     content = {"turns": described, **facts}
     tensors["trajectory"] = np.frombuffer(json.dumps(content, default=_in_hex).encode(), "uint8")
-    return bytes(save(tensors, metadata={"format": FORMAT, "version": VERSION, "checksum": _checksum(tensors)}))
+    return pack(tensors, FORMAT, VERSION)
+
+
+def pack(tensors: Mapping[str, Any], form: str, version: str) -> bytes:
+    """Return the content of a file with these tensors, and their checksum."""
+    from safetensors.numpy import save
+
+    metadata = {"format": form, "version": version, "checksum": _checksum(tensors)}
+    return bytes(save(dict(tensors), metadata=metadata))
+
+
+def unpack(
+    content: bytes, form: str, readable: Sequence[str], *, changed_too: bool = False
+) -> tuple[dict[str, Any], Mapping[str, str], bool]:
+    """Return the tensors and the metadata of a file, and whether it was changed since it was written.
+
+    Args:
+        content: Content of the file.
+        form: Its format.
+        readable: Versions of the format that can be read.
+        changed_too: Whether to read a file that was changed.
+
+    Raises:
+        TrajectoryFileError: The content is of another format or version, or was changed.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        tensors = load(content)
+    except SafetensorError as error:
+        raise TrajectoryFileError(f"not a safetensors file, or truncated: {error}") from error
+    except KeyError as error:  # bfloat16, which NumPy does not have
+        raise TrajectoryFileError(f"not {form!r}: it has tensors of type {error}") from error
+    metadata = _metadata_of(content)
+    version, checksum = metadata.get("version", ""), metadata.get("checksum")
+    if metadata.get("format") != form or version not in readable:
+        found = f"{metadata.get('format')!r}, version {version!r}"
+        raise TrajectoryFileError(f"holds {found}, not {form!r}, version {' or '.join(readable)}")
+    is_unchecked = checksum is None and version in _UNTYPED and _METADATA.issuperset(metadata)
+    is_changed = not is_unchecked and checksum != _checksum(tensors, version)
+    if is_changed and not changed_too:
+        raise TrajectoryFileError(
+            "changed since it was written: its checksum does not fit. Use another copy of the file; "
+            "`strands-sglang doctor` tells what contradicts itself in this one"
+        )
+    return tensors, metadata, is_changed
 
 
 def _image_tensors(images: ImageInputs, prefix: str) -> dict[str, Any]:
@@ -239,27 +285,7 @@ def decode_turns(content: bytes, *, changed_too: bool = False) -> tuple[list[Tur
     Raises:
         TrajectoryFileError: The content is not a trajectory, was changed, or has an unknown version.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    try:
-        tensors = load(content)
-    except SafetensorError as error:
-        raise TrajectoryFileError(f"not a safetensors file, or truncated: {error}") from error
-    except KeyError as error:  # bfloat16, which NumPy does not have
-        raise TrajectoryFileError(f"not a trajectory: it has tensors of type {error}") from error
-    metadata = metadata_of(content)
-    version, checksum = metadata.get("version"), metadata.get("checksum")
-    if metadata.get("format") != FORMAT or version not in _READABLE:
-        found = f"{metadata.get('format')!r}, version {version!r}"
-        raise TrajectoryFileError(f"holds {found}, not {FORMAT!r}, version {' or '.join(_READABLE)}")
-    is_unchecked = checksum is None and version in _UNTYPED and _METADATA.issuperset(metadata)
-    is_changed = not is_unchecked and checksum != _checksum(tensors, version)
-    if is_changed and not changed_too:
-        raise TrajectoryFileError(
-            "changed since it was written: its checksum does not fit. Use another copy of the file; "
-            "`strands-sglang doctor` tells what contradicts itself in this one"
-        )
+    tensors, metadata, is_changed = unpack(content, FORMAT, _READABLE, changed_too=changed_too)
     recorded = json.loads(metadata["trajectory"] if "trajectory" in metadata else tensors["trajectory"].tobytes())
     recorded["is_changed"] = is_changed
     reader = _Reader(tensors)
@@ -277,7 +303,7 @@ def decode_turns(content: bytes, *, changed_too: bool = False) -> tuple[list[Tur
     return turns, recorded, pieces
 
 
-def metadata_of(content: bytes) -> dict[str, str]:
+def _metadata_of(content: bytes) -> dict[str, str]:
     """Return the metadata of a safetensors file.
 
     The file begins with the length of its header, 8 bytes little-endian, and the header in JSON.
@@ -333,13 +359,17 @@ def _typed(value: Any, hint: Any) -> Any:
         return bytes.fromhex(value)
     if kind is Reason:
         return read_reason(value)
-    if kind is TurnStatus:
-        return TurnStatus(value)
-    if kind is Mapping and isinstance(value, dict):
-        return {_typed(key, of[0]): _typed(entry, of[1]) for key, entry in value.items()}
-    if issubclass(kind, tuple) and isinstance(value, list):
-        if of[1:] == (...,):
-            return tuple(_typed(entry, of[0]) for entry in value)
+    if kind is Hashable:
+        value = tuple(_typed(part, kind) for part in value) if isinstance(value, list) else value
+        hash(value)
+        return value
+    if issubclass(kind, Enum):
+        return kind(value)
+    if kind in (Mapping, dict) and isinstance(value, dict):
+        return {of[0](key): _typed(entry, of[1]) for key, entry in value.items()}
+    if issubclass(kind, tuple | list) and isinstance(value, list):
+        if kind is list or of[1:] == (...,):
+            return kind(_typed(entry, of[0]) for entry in value)
         hints = of or tuple(_hints(kind).values())  # a named one's
         if len(value) > len(hints) or len(value) < len(of):  # a named one may have defaults
             raise TypeError

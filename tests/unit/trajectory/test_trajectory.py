@@ -1100,7 +1100,7 @@ def test_other_files_are_rejected_by_name(tmp_path):
         Trajectory.load(tmp_path / "weights")
     header = b'{"x":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'
     (tmp_path / "half").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
-    with pytest.raises(TrajectoryFileError, match="half: not a trajectory"):
+    with pytest.raises(TrajectoryFileError, match="half: not .strands-sglang trajectory."):
         Trajectory.load(tmp_path / "half")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         Trajectory.load(tmp_path / "nowhere")

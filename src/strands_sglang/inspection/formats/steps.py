@@ -31,7 +31,7 @@ def read_step(folder: Path) -> list[Group]:
         TrajectoryFileError: A file among the trajectories is none.
     """
     file = folder / ROWS
-    batch = TrainingRows.load(file)
+    batch = TrainingRows.load(file, changed_too=True)
     by_episode: dict[str, list[tuple[int, TrainingRow]]] = {}
     for number, row in enumerate(batch):
         by_episode.setdefault(row.episode, []).append((number, row))
