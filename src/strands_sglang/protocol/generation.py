@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+FINISH_TYPES = ("stop", "length", "abort")
+"""Why sampling ended."""
+
+
 class VersionSpan(NamedTuple):
     """A run of tokens that were sampled by one version of the weights.
 
@@ -50,6 +54,12 @@ def clip_spans(spans: Iterable[VersionSpan], start: int, end: int) -> tuple[Vers
     """Return the spans of the tokens from `start` to `end`, relative to `start`."""
     clipped = (VersionSpan(s.version, max(s.start, start) - start, min(s.end, end) - start) for s in spans)
     return tuple(span for span in clipped if span.start < span.end)
+
+
+def are_in_order(spans: Iterable[VersionSpan], count: int) -> bool:
+    """Whether spans cover some of `count` tokens, in order and each at most once."""
+    bounds = [0, *chain.from_iterable(span[1:] for span in spans), count]
+    return bounds == sorted(bounds)
 
 
 @dataclass(frozen=True)
@@ -295,7 +305,7 @@ def read_generation(
             raise ValueError("output_ids holds what is no id")
         finish = meta["finish_reason"]
         finish_type = _shared(finish["type"])
-        if finish_type not in ("stop", "length", "abort") or finish.get("matched") == "":
+        if finish_type not in FINISH_TYPES or finish.get("matched") == "":
             # A response with an unknown end must not look complete.
             raise SGLangDecodingError(f"the server ended the request with the unknown finish reason {finish!r}")
         aborted = finish_type == "abort"
@@ -372,8 +382,7 @@ def _read_versions(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ..
         return (VersionSpan(version, 0, count),) if version is not None and count else ()
     spans = [VersionSpan(str(span["version"]), int(span["start"]), int(span["end"])) for span in reported]
     spans = [span for span in spans if span.start < span.end]
-    bounds = [0, *chain.from_iterable(span[1:] for span in spans), count]
-    if bounds != sorted(bounds):
+    if not are_in_order(spans, count):
         raise SGLangDecodingError(f"the server's weight_versions do not fit its {count} sampled tokens: {reported!r}")
     return tuple(spans)
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ..credit import Episode, TrainingRow, TrainingRows, training_rows, version_number
 from ..exceptions import PortableError
-from ..protocol.generation import Generation, VersionSpan, clip_spans
+from ..protocol.generation import FINISH_TYPES, Generation, VersionSpan, are_in_order, clip_spans
 from ..reasons import Reason
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn, TurnStatus
@@ -129,7 +129,7 @@ class RecordedCall:
         mask: Whether each sampled token is trained, shape `(T,)`.
         logprobs: Logprobs of the sampled ids, shape `(T,)`; NaN if unknown.
         versions: Spans of sampled tokens by version of the weights.
-        finish_type: Why sampling ended.
+        finish_type: Why sampling ended. Other libraries' words, such as "tool_calls", count as "stop".
         agent: Id of the agent that asked.
         discarded: Whether the agent threw the answer away.
     """
@@ -185,6 +185,8 @@ def spans_in(spans: Any, count: int, name: str) -> list[VersionSpan]:
         if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start <= stop <= count):
             raise ValueError(f"{name}: {span!r} is not a version with a range of {count} tokens")
         read.append(VersionSpan(str(version), start, stop))
+    if not are_in_order(read, count):
+        raise ValueError(f"{name}: the versions {spans!r} of its tokens overlap or are out of order")
     return read
 
 
@@ -256,7 +258,7 @@ def add_call(
             generation=Generation(
                 output_ids=array("i", call.output_ids[start:stop]),
                 logprobs=array("d", call.logprobs[start:stop]),
-                finish_type=call.finish_type,
+                finish_type=call.finish_type if call.finish_type in FINISH_TYPES else "stop",
                 weight_version=spans[-1].version if spans else None,
                 weight_versions=spans,
             ),

@@ -44,7 +44,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ..messages.content import Picture
 from ..outcomes import TerminationReason
-from ..protocol.generation import Generation, SamplingMask, to_json
+from ..protocol.generation import FINISH_TYPES, Generation, SamplingMask, are_in_order, to_json
 from ..reasons import Reason, read_reason
 from ..templates.encoder import Encoder
 from ..templates.image_tokens import ImageInputs
@@ -507,6 +507,10 @@ class _Reader:
             wrong = "has a tool call without an id or a name"
         elif answer is not None and parent is None and not turn.prompt_ids:
             wrong = "opens a sequence without a prompt"
+        elif answer is not None and answer.finish_type not in FINISH_TYPES:
+            wrong = f"ended with {answer.finish_type!r}"
+        elif answer is not None and not are_in_order(answer.weight_versions, len(answer.output_ids)):
+            wrong = f"has versions that do not fit its {len(answer.output_ids)} sampled tokens"
         elif answer is not None and not turn.constrained and any(map(math.isnan, answer.logprobs or ())):
             wrong = "has a logprob that is not a number"
         if wrong is not None:

@@ -759,8 +759,7 @@ class Trajectory:
             trajectory.is_changed = facts["is_changed"]
             if (end := facts.get("end")) is not None:  # earlier files lack it
                 known = {name: value for name, value in end.items() if name not in _UNREAD_END}
-                known["turn_rewards"] = {int(index): reward for index, reward in end["turn_rewards"].items()}
-                trajectory.end = EpisodeEnd(**read_fields(EpisodeEnd, known))
+                trajectory.note_end(**read_fields(EpisodeEnd, known))
             trajectory.result_notices = dict(facts["result_notices"])
             trajectory.tool_parse_errors = dict(facts["tool_parse_errors"])
         return trajectory

@@ -115,6 +115,14 @@ def test_an_odd_value_is_refused_or_harmless(kind, tmp_path_factory, data):
         assert [turn.output_ids for turn in saved.turns] == [turn.output_ids for turn in episode.trajectory.turns]
 
 
+@pytest.mark.parametrize(("said", "kept"), [("length", "length"), ("abort", "abort"), ("tool_calls", "stop")])
+def test_an_end_in_another_librarys_words_is_a_stop(said, kept):
+    trace = copy.deepcopy(TRACE)
+    trace["turns"][0]["metadata"]["finish_reason"] = said
+    turn = Trajectory.from_bytes(from_trace(trace).trajectory.to_bytes()).turns[0]
+    assert turn.generation.finish_type == kept
+
+
 @pytest.mark.parametrize(
     ("kind", "place", "value", "message"),
     [
@@ -122,6 +130,12 @@ def test_an_odd_value_is_refused_or_harmless(kind, tmp_path_factory, data):
         ("openenv", ("turns", 0, "prompt_token_ids", 0), -1, "turn 0: a token id is below 0"),
         ("openenv", ("turns", 1, "metadata", "parent_kept"), -1, "turn 1: it keeps -1 of the 2 sampled tokens of turn"),
         ("openenv", ("turns", 0, "metadata", "weight_versions", 0), ["1", 0, 9], "turn 0: .* a range of 2 tokens"),
+        (
+            "openenv",
+            ("turns", 0, "metadata", "weight_versions"),
+            [["1", 0, 2], ["2", 1, 2]],
+            r"turn 0: the versions \[\['1', 0, 2\], \['2', 1, 2\]\] of its tokens overlap or are out of order",
+        ),
         ("openenv", ("turns", 0, "metadata", "episode"), "e", "turn 0: the metadata of the episode is 'e'"),
         ("openenv", ("turns", 0, "metadata", "episode", "reward"), "1", "the reward of the episode is '1', not a num"),
         ("openenv", ("turns", 0, "metadata", "reward"), [1], r"turn 0: its reward is \[1\], not a number"),

@@ -1174,8 +1174,8 @@ def fact(name, value, turn=1):
     return lambda tensors, facts: facts["turns"][turn].update({name: value})
 
 
-def answer_fact(name, value):
-    return lambda tensors, facts: facts["turns"][1]["answer"].update({name: value})
+def answer_fact(name, value, **more):
+    return lambda tensors, facts: facts["turns"][1]["answer"].update({name: value, **more})
 
 
 @pytest.mark.parametrize(
@@ -1203,8 +1203,17 @@ def answer_fact(name, value):
         (fact("answer_blocks", [["text"]]), "Turn.answer_blocks is "),
         (lambda tensors, facts: facts["turns"][1].pop("answer_key"), "KeyError: 'answer_key'"),
         (answer_fact("finish_type", None), "Generation.finish_type is None"),
+        (answer_fact("finish_type", "tool_calls"), "call 1 ended with 'tool_calls'"),
+        (answer_fact("weight_versions", [["1", 0, 99]]), "call 1 has versions that do not fit its"),
+        (answer_fact("weight_versions", [["1", 2, 1]]), "call 1 has versions that do not fit its"),
+        (answer_fact("weight_versions", [["1", 0, 2], ["2", 1, 2]]), "call 1 has versions that do not fit its"),
+        (answer_fact("weight_versions", [["1", -1, 2]]), "call 1 has versions that do not fit its"),
+        (lambda tensors, facts: facts.update(end={"outcome": "done"}), "'done' is not a valid TerminationReason"),
+        (lambda tensors, facts: facts.update(end={"turn_rewards": {"a": 1}}), "invalid literal for int"),
+        (lambda tensors, facts: facts.update(end={"turn_rewards": [1.0]}), "EpisodeEnd.turn_rewards is [1.0]"),
+        (lambda tensors, facts: facts.update(end={"reward": "1"}), "EpisodeEnd.reward is '1'"),
         (answer_fact("weight_versions", [["1", 0.5, 2]]), "Generation.weight_versions is "),
-        (answer_fact("sampled_tokens", 1), "output_ids has "),
+        (answer_fact("sampled_tokens", 1, weight_versions=[]), "output_ids has "),
         (lambda tensors, facts: facts.pop("turns"), "KeyError: 'turns'"),
         (lambda tensors, facts: facts.update(result_notices=7), "TypeError: "),
         (lambda tensors, facts: facts.update(end={"outcome": 3, "turn_rewards": {}}), "EpisodeEnd.outcome is 3"),
