@@ -41,6 +41,7 @@ from ..credit import (
     training_rows,
 )
 from ..exceptions import SGLangClientError, SGLangHTTPError
+from ..reasons import Reason
 from .records import log_left_out, newest_version, refuse_images, run_together
 
 if TYPE_CHECKING:
@@ -262,7 +263,7 @@ class AsyncGRPORollouts:
             ValueError: No group of this size would ever train.
         """
         _check_group_size(group_size, credit)
-        self.rollout_buffer = _RowBuffer(self._takes, self._note_taken)
+        self.rollout_buffer = _RowBuffer(self._takes, on_taken)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.version = version
         self.left_out: dict[str, int] = {}
@@ -270,9 +271,8 @@ class AsyncGRPORollouts:
         self._group_size, self._groups_in_flight = group_size, groups_in_flight
         self._max_rows_waiting, self._rows_per_step = max_rows_waiting, rows_per_step
         self._max_staleness, self._credit = max_staleness, credit
-        self._on_group, self._on_taken = on_group, on_taken
+        self._on_group = on_group
         self._numbers = itertools.count()
-        self._taken_in_step = 0
         self._counting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -302,9 +302,10 @@ class AsyncGRPORollouts:
         Args:
             groups: Maximum number of prompts that start before the push; None for as many as the step needs.
         """
-        self._taken_in_step = 0
+        taken = 0
         if groups is not None and self._rows_per_step is not None:
-            self._taken_in_step = max(0, self._rows_per_step - groups * self._group_size)
+            taken = max(0, self._rows_per_step - groups * self._group_size)
+        self.rollout_buffer.taken = taken
 
     def update_model_version(self, model_version: int) -> None:
         """Note the version that the servers have now."""
@@ -382,18 +383,18 @@ class AsyncGRPORollouts:
 
     def _has_room(self, groups: int) -> bool:
         """Whether another prompt may start while so many groups are in flight."""
-        waiting = self.rollout_buffer.qsize()
+        waiting, taken, is_starved = self.rollout_buffer.state()
         if groups >= self._groups_in_flight or waiting >= self._max_rows_waiting:
             return False
         if self._rows_per_step is None:
             return True
-        if self._taken_in_step + waiting + groups * self._group_size < self._rows_per_step:
+        if taken + waiting + groups * self._group_size < self._rows_per_step:
             return True
-        if groups or not self.rollout_buffer.is_starved():
+        if groups or not is_starved:
             return False
         # The trainer wants more than a step: its loader reads ahead, it drops stale rows, or it pushes less often.
         # No push can come before it has them.
-        self._taken_in_step = 0
+        self.rollout_buffer.taken = 0
         return True
 
     def _takes(self, sample: Any) -> bool:
@@ -401,13 +402,8 @@ class AsyncGRPORollouts:
         staleness = self.version - sample.model_version
         if self._max_staleness is None or staleness <= self._max_staleness:
             return True
-        self._count({f"older than max_staleness={self._max_staleness}": 1})
+        self._count({str(Reason("too_old", detail=(str(self._max_staleness),))): 1})
         return False
-
-    def _note_taken(self, sample: Any, row: TrainingRow) -> None:
-        self._taken_in_step += 1
-        if self._on_taken is not None:
-            self._on_taken(sample, row)
 
     def _count(self, left_out: Mapping[str, int]) -> None:
         with self._counting:  # the trainer's thread counts as well
@@ -448,21 +444,27 @@ class AsyncGRPORollouts:
 class _RowBuffer(queue.Queue[Any]):
     """Rows that wait for the trainer; an episode's are taken all, or none."""
 
-    def __init__(self, takes: Callable[[Any], bool], note: Callable[[Any, TrainingRow], None]) -> None:
+    def __init__(self, takes: Callable[[Any], bool], on_taken: Callable[[Any, TrainingRow], None] | None) -> None:
         super().__init__()
-        self._takes, self._note = takes, note
+        self._takes, self._on_taken = takes, on_taken
+        self.taken = 0  # rows that the trainer has of this step
         self._episode: tuple[int, str] | None = None
         self._is_taken = False
         self.waited_from, self._is_waiting = 0.0, False  # when the trainer asked for the row that it waits for
 
-    def is_starved(self) -> bool:
-        """Whether the trainer waits, and there is no row."""
+    def state(self) -> tuple[int, int, bool]:
+        """Return how many rows wait, how many are taken, and whether the trainer waits and there is no row."""
         with self.mutex:
-            return self._is_waiting and not self._qsize()
+            return self._qsize(), self.taken, self._is_waiting and not self._qsize()
 
-    def _get(self) -> Any:  # the queue calls it with its mutex held: no row is between the two
+    def _get(self) -> Any:  # the queue calls it with its mutex held: a row is either waiting or taken
         self._is_waiting = False
-        return super()._get()
+        sample, row = super()._get()
+        episode = (sample.group_id, row.episode)  # ids are unique in a group only
+        if episode != self._episode:
+            self._episode, self._is_taken = episode, self._takes(sample)
+        self.taken += self._is_taken
+        return sample, row
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Return the next row that is trained."""
@@ -471,11 +473,9 @@ class _RowBuffer(queue.Queue[Any]):
         while True:
             self._is_waiting = True
             sample, row = super().get(block, timeout)
-            episode = (sample.group_id, row.episode)  # ids are unique in a group only
-            if episode != self._episode:
-                self._episode, self._is_taken = episode, self._takes(sample)
             if self._is_taken:
-                self._note(sample, row)
+                if self._on_taken is not None:
+                    self._on_taken(sample, row)
                 return sample
 
 

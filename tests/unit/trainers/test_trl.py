@@ -1,6 +1,7 @@
 """What of the TRL adapter needs no trainer; tests/trainers/trl has the rest."""
 
 import queue
+import threading
 from array import array
 from dataclasses import make_dataclass
 from types import SimpleNamespace
@@ -195,6 +196,30 @@ def test_staleness_is_that_of_the_episode_although_another_group_has_one_of_its_
     with pytest.raises(queue.Empty):
         rollouts.rollout_buffer.get(block=False)
     assert rollouts.left_out == {"older than max_staleness=1": 2}
+
+
+def test_a_row_that_is_being_taken_is_no_room_for_another_prompt():
+    has_started = threading.Event()
+
+    def prompts():
+        has_started.set()
+        yield "x"
+
+    class Version(int):
+        def __rsub__(self, version):
+            has_started.wait(0.5)  # while the trainer takes the row
+            return version - int(self)
+
+    rollouts = AsyncGRPORollouts(None, prompts(), None, max_staleness=1, rows_per_step=2, group_size=2)
+    for number in range(2):
+        sample = SimpleNamespace(group_id=0, model_version=Version(0))
+        rollouts.rollout_buffer.put((sample, SimpleNamespace(episode=str(number))))
+    rollouts.start()
+    try:
+        rollouts.rollout_buffer.get(block=False)
+        assert not has_started.is_set()
+    finally:
+        rollouts.stop()
 
 
 def grpo_rows(episodes):
