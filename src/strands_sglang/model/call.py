@@ -104,12 +104,12 @@ class RequestPlan:
         return budget is not None and self.sampled >= budget
 
 
-def _checked_plan(planned: Any) -> RequestPlan:
+def _checked_plan(planned: Any, turn: Turn) -> RequestPlan:
     """Return what a trainer's hook planned, with sampling parameters that can be sent and saved.
 
     Raises:
         TypeError: It is no plan.
-        ValueError: A parameter cannot be sent.
+        ValueError: A parameter cannot be sent, or is a grammar in a call that was asked without one.
     """
     if not isinstance(planned, RequestPlan) or not isinstance(planned.sampling_params, Mapping):
         raise TypeError(f"on_request returned {planned!r}: return a RequestPlan, or raise to send nothing")
@@ -119,6 +119,12 @@ def _checked_plan(planned: Any) -> RequestPlan:
         raise ValueError(
             f"on_request returned a plan with max_new_tokens={budget!r}: it must be a whole number of at least 1 or "
             "None; raise to send nothing"
+        )
+    grammar = next((name for name in GRAMMAR_PARAMETERS if sampling_params.get(name) is not None), None)
+    if grammar is not None and not turn.constrained:
+        raise ValueError(
+            f"on_request added {grammar} to a call that is trained: set it in the sampling_params of the model, whose "
+            "tokens are then marked as off-policy"
         )
     return replace(planned, sampling_params=sampling_params, clamped=bool(planned.clamped))
 
@@ -394,7 +400,7 @@ class ModelCall:
         plan = RequestPlan(sampling_params, fields, clamped, sampled)
         try:
             if self.on_request is not None and not plan.has_no_budget_left:
-                plan = _checked_plan(self.on_request(turn, plan))
+                plan = _checked_plan(self.on_request(turn, plan), turn)
         finally:
             turn.sampling_params, turn.clamped = plan.sampling_params, plan.clamped
             turn.request_fields = config.recorded_request_fields

@@ -1123,6 +1123,13 @@ async def test_no_value_in_an_answer_is_another_error_or_an_unreadable_file(chat
             )
             for most in (0, -1, "5", True)
         ),
+        *(
+            (
+                lambda plan, name=name: replace(plan, sampling_params={name: "yes|no"}),
+                (ValueError, f"on_request added {name} to a call that is trained: set it in the sampling_params"),
+            )
+            for name in ("regex", "json_schema", "ebnf", "structural_tag")
+        ),
         (lambda plan: replace(plan, sampling_params=None), (TypeError, "on_request returned RequestPlan.*None")),
         (lambda plan: replace(plan, sampling_params={"stop": {"x"}}), (ValueError, r"sampling_params\['stop'\] is")),
         (lambda plan: replace(plan, sampling_params={"top_p": math.nan}), (ValueError, r"\['top_p'\] is nan")),
@@ -1137,6 +1144,14 @@ async def test_a_plan_that_cannot_be_sent_is_named(rollout, planned, error):
             pass
     assert server.requests == []
     assert statuses(model.trajectory) == ["failed"]
+
+
+async def test_a_plan_may_change_the_grammar_of_a_constrained_call(rollout):
+    server, model = rollout(["yes"], sampling_params={"regex": "yes|no"})
+    model.on_request = lambda turn, plan: replace(plan, sampling_params={"regex": "yes"})
+    await asked(model, "q")
+    assert server.requests[0].sampling_params == {"regex": "yes"}
+    assert not any(model.trajectory.sequences()[0].loss_mask)
 
 
 async def test_a_plan_of_numpy_values_is_sent_and_saved(rollout):
@@ -2127,10 +2142,13 @@ async def test_one_server_with_another_tokenizer_is_named_in_the_error(chatml_to
     other = copy.deepcopy(chatml_tokenizer)
     other.add_tokens(["<observation>"])
     one, two = ScriptedSGLang(other, ["ok"]), ScriptedSGLang(chatml_tokenizer, ["ok"])
-    model = SGLangModel(tokenizer=other, client=client_in(network_of(one=one, two=two), "one", "two"))
-    with pytest.raises(TokenizerMismatchError, match="http://two"):
-        await asked(model, "hi")
+    network = network_of(one=one, two=two)
+    model = SGLangModel(tokenizer=other, client=client_in(network, "one", "two"))
+    for _ in range(2):
+        with pytest.raises(TokenizerMismatchError, match="http://two"):
+            await asked(model, "hi")
     assert one.requests == two.requests == []
+    assert hosts_of(network, "/tokenize").count("one") == 1  # what it answered is remembered
 
 
 async def test_the_shortest_context_of_several_servers_counts(chatml_tokenizer):
