@@ -73,14 +73,14 @@ async def _check(client: SGLangClient, template: ChatTemplate) -> None:
     servers = [server for server in client.servers if template.tokenizer not in server.tokenizers]
     checks = (_check_one(client, template, server.base_url) for server in servers)
     answers = await asyncio.gather(*checks, return_exceptions=True)
+    for server, answer in zip(servers, answers, strict=True):
+        if isinstance(answer, bool):
+            server.tokenizers[template.tokenizer] = answer
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
     for error in errors:
         # A server that refuses connections is no longer available, unless all of them refuse.
         if not isinstance(error, SGLangConnectionError) or len(errors) == len(client.base_urls):
             raise error
-    for server, answer in zip(servers, answers, strict=True):
-        if isinstance(answer, bool):
-            server.tokenizers[template.tokenizer] = answer
     if errors and known_facts(client, template) is None:
         raise errors[0]  # the server answers other requests, but not these
 
