@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strands_sglang import __version__, terminal
+from strands_sglang import __version__, shown, terminal
 from strands_sglang.terminal import UsageError, json_object, paint, tell, waiting
 
 from .names import ENVIRONMENTS, REWARDS, load, load_benchmark_class, needs, registered_benchmarks, why_not
@@ -1016,7 +1016,7 @@ def as_json(value: Any) -> str:
 
 def one_line(error: BaseException) -> str:
     """An error as one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return shown.one_line(error) or type(error).__name__
 
 
 def _painted(lines: Sequence[str]) -> Iterator[str]:

@@ -40,6 +40,7 @@ except ImportError as error:
     raise ImportError("the ray package is not installed: pip install -e '.[ray]'") from error
 
 from strands_sglang import TerminationReason
+from strands_sglang.shown import one_line
 
 from .core import Observation, StepResult
 from .eval.checkpoint import Prompt, decode, encode
@@ -170,7 +171,7 @@ def _connect(address: str | None) -> None:
         with _kept_signal_handlers():
             ray.init(address=address or "auto", logging_level=logging.getLogger().getEffectiveLevel())
     except (ValueError, RuntimeError) as error:  # such as other versions
-        raise ConnectionError(f"Ray refuses the connection: {_one_line(error)}") from error
+        raise ConnectionError(f"Ray refuses the connection: {one_line(error)}") from error
     except OSError as error:
         if address:
             raise ConnectionError(f"there is no Ray cluster at {address}: {error}") from error
@@ -386,7 +387,7 @@ class _Pool:
             except RayError as error:
                 if not _is_loss(error):
                     raise
-                reason = _one_line(error)
+                reason = one_line(error)
                 logger.warning("prompt=<%s>, try=<%d>, error=<%s> | an actor was lost", prompt.id, attempt, reason)
                 attempt += 1
         text = f"its actor was lost {tries} times, the last time with: {reason}"
@@ -474,11 +475,11 @@ class _Pool:
             try:
                 node = await asyncio.wrap_future(actor.handle.node.remote().future())
             except RayError as error:
-                return f"an actor cannot be started: {_one_line(error)}"
+                return f"an actor cannot be started: {one_line(error)}"
             try:
                 problem = await asyncio.wrap_future(actor.handle.ready.remote().future())
             except RayError as error:
-                problem = f"the process ends while an environment is created: {_one_line(error)}"
+                problem = f"the process ends while an environment is created: {one_line(error)}"
                 continue
             break
         return problem and f"Ray node {node}: {problem}"
@@ -487,7 +488,3 @@ class _Pool:
 def _is_loss(error: BaseException | None) -> bool:
     """Whether an actor was lost, rather than raised the error."""
     return isinstance(error, RestartedError) or (isinstance(error, RayError) and not isinstance(error, RayTaskError))
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from strands_sglang import __version__
+from strands_sglang.shown import one_line
 from strands_sglang.viewer import Plot, Report, Table, Task, UnreadableError, read_episodes, render
 
 from .eval.checkpoint import CheckpointError, EvalSample, Results, Run, read_results, results_file
@@ -367,13 +368,13 @@ def _question(row: Sequence[EvalSample]) -> str:
         blocks = message.get("content", []) if isinstance(message, Mapping) else message
         texts = [block.get("text", "") for block in blocks if isinstance(block, Mapping)] if blocks else []
         message = " ".join(map(str, texts))
-    return " ".join(message.split())[:200]
+    return one_line(message, 200)
 
 
 def _target(row: Sequence[EvalSample]) -> str:
     """What the rewards of a task compare with, as one line."""
     truth = row[0].action.task_context.ground_truth if row else None
-    return "" if truth is None else " ".join(str(truth)[:1000].split())[:200]
+    return "" if truth is None else one_line(str(truth)[:1000], 200)
 
 
 def _measured(samples: Iterable[EvalSample], name: str) -> list[float]:

@@ -29,6 +29,11 @@ def visible(text: str) -> str:
     )
 
 
+def one_line(value: object, most: int | None = None) -> str:
+    """Return a text in one line, of so many characters at most."""
+    return " ".join(str(value).split())[:most]
+
+
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun, which takes an "s" for all numbers but 1."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from strands_sglang.shown import one_line
+
 from ..core.environment import read_conversation
 from ..core.types import Action, TaskContext
 
@@ -118,7 +120,9 @@ def load_benchmark(
     try:
         rows = load_dataset(benchmark.repository, benchmark.subset, split=benchmark.split)
     except Exception as error:  # whatever the Hub, the network or the cache raises
-        raise TaskError(f"{benchmark.repository} cannot be loaded: {type(error).__name__}: {_line(error)}") from error
+        raise TaskError(
+            f"{benchmark.repository} cannot be loaded: {type(error).__name__}: {one_line(error)}"
+        ) from error
     return _actions(
         _numbered(rows),
         benchmark.repository,
@@ -216,7 +220,7 @@ def checked(
             if check_truth is not None:
                 check_truth(action.task_context.ground_truth)
         except ValueError as error:
-            raise TaskError(f"{source}, task {number}: {_line(error)}") from error
+            raise TaskError(f"{source}, task {number}: {one_line(error)}") from error
         tasks.append(action)
     if not tasks:
         raise TaskError(f"{source}: it has no tasks")
@@ -248,7 +252,7 @@ def _actions(
             if check_truth is not None:
                 check_truth(action.task_context.ground_truth)
         except ValueError as error:
-            raise TaskError(f"{source}, {place}: {_line(error)}") from error
+            raise TaskError(f"{source}, {place}: {one_line(error)}") from error
         actions.append(action)
     if not actions:
         raise TaskError(f"{source}: the file has no tasks")
@@ -412,7 +416,7 @@ def _declared_files(folder: Path, split: str | None) -> list[Path] | None:
     except TaskError:
         raise
     except Exception as error:  # whatever YAML and its content make happen
-        raise TaskError(f"{card}: its header cannot be read: {_line(error)}") from error
+        raise TaskError(f"{card}: its header cannot be read: {one_line(error)}") from error
     if split is None and len(splits) > 1:
         raise TaskError(f"{folder} has the splits {', '.join(splits)}: pass split={list(splits)[-1]}")
     name = next(iter(splits)) if split is None else split
@@ -457,7 +461,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 table = parquet.read_table(path).to_pylist()
             except ValueError as error:  # base class of pyarrow's errors
-                raise TaskError(f"{path}: not Parquet: {_line(error)}") from error
+                raise TaskError(f"{path}: not Parquet: {one_line(error)}") from error
             yield from _numbered(table)
         elif kind == ".json":
             with _opened(path) as file:
@@ -518,7 +522,3 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"row {number}", row) for number, row in enumerate(rows, 1))
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtrit
 
+from strands_sglang.shown import one_line
 from strands_sglang.terminal import wrapped
 
 from ..rewards import last_boxed, value_key
@@ -658,7 +659,7 @@ def end_lines(results: Results) -> list[str]:
 
 def shortened(text: str) -> str:
     """A text in one line, without its middle if it is long: errors end with what matters."""
-    line = " ".join(text.split())
+    line = one_line(text)
     return line if len(line) <= 150 else f"{line[:70]} … {line[-77:]}"
 
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 import httpx
 
-from ..shown import without_credentials
+from ..shown import one_line, without_credentials
 from .aborts import ABORT_TIMEOUT_S, Aborter
 from .balancer import Server
 from .cancellation import consume
@@ -628,7 +628,7 @@ def root_cause(error: Exception) -> str:
     """Return the last error with a message in the chain of causes: what happened, not how it was reported."""
     with_text = [link for link in _causes(error) if isinstance(link, Exception) and str(link)]
     cause = with_text[-1] if with_text else error
-    return " ".join(f"{type(cause).__name__}: {cause}".split())
+    return one_line(f"{type(cause).__name__}: {cause}")
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ..shown import one_line
 from .records import Group, turns_of
 
 KINDS = {
@@ -87,12 +88,11 @@ def _read_path(path: Path) -> list[Group]:
         where = str(path) if error.filename is None else str(error.filename)
         raise UnreadableError(f"{where}: {error.strerror or error}") from error
     except (RowsFileError, TrajectoryFileError, EvaluationFileError, ImportedFileError, DumpFileError) as error:
-        raise UnreadableError(" ".join(str(error).split())) from error
+        raise UnreadableError(one_line(error)) from error
     except UnreadableError:
         raise
     except Exception as error:  # a damaged file may hold anything
-        told = " ".join(str(error).split())[:200]
-        raise UnreadableError(f"{path}: damaged: {type(error).__name__}: {told}") from error
+        raise UnreadableError(f"{path}: damaged: {type(error).__name__}: {one_line(error, 200)}") from error
 
 
 def _read_folder(folder: Path) -> list[Group]:
@@ -171,7 +171,7 @@ def _use_tokenizer(groups: list[Group], name: str) -> None:
     try:
         encoder = get_encoder(get_tokenizer(name))
     except (OSError, ValueError) as error:
-        told = " ".join(str(error).split()).removeprefix(f"{name}: ")
+        told = one_line(error).removeprefix(f"{name}: ")
         raise UnreadableError(f"--tokenizer {name}: {told[:200]}") from error
     size = len(encoder.tokenizer)
     for group in groups:

@@ -12,15 +12,12 @@ imported only when used; docs/guides/areal.md shows the settings.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from ..credit import Episode, Reduction, TrainingRow, TrainingRows, per_batch, training_rows, version_number
-from .records import refuse_images, run_together
-
-logger = logging.getLogger(__name__)
+from .records import log_left_out, refuse_images, run_together
 
 LOSSES: Mapping[str, Reduction] = {"areal": per_batch}
 """AReaL's loss."""
@@ -110,8 +107,7 @@ def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
                     [replace(episode, group=0) for episode in episodes],
                     **{"skip_flat_groups": True, **credit, **staleness},
                 )
-                for name, reason in rows.left_out.items():
-                    logger.warning("episode=<%s> | left out of training: %s", name, reason)
+                log_left_out(rows)
                 tracker = stats_tracker.get(workflow_context.stat_scope())
                 tracker.scalar(episodes_left_out=len(rows.left_out))
                 for reward in rows.rewards.values():  # what an evaluation reports, whatever can be trained

@@ -46,6 +46,7 @@ from ..messages.content import Picture
 from ..outcomes import TerminationReason
 from ..protocol.generation import FINISH_TYPES, Generation, SamplingMask, are_in_order, to_json
 from ..reasons import Reason, read_reason
+from ..shown import one_line
 from ..templates.encoder import Encoder
 from ..templates.image_tokens import ImageInputs
 from .turn import RecordedError, Turn, TurnStatus
@@ -96,8 +97,7 @@ def reading(name: str) -> Iterator[None]:
     except TrajectoryFileError as error:
         raise type(error)(f"{name}: {error}") from error.__cause__
     except Exception as error:
-        told = " ".join(str(error).split())[:200]
-        raise DamagedTrajectoryError(f"{name}: damaged: {type(error).__name__}: {told}") from error
+        raise DamagedTrajectoryError(f"{name}: damaged: {type(error).__name__}: {one_line(error, 200)}") from error
 
 
 def encode_turns(

@@ -20,7 +20,7 @@ from ..inspection.doctor import KINDS
 from ..inspection.records import Finding, Group, Inspected, Step, Writer, halves, steps_to, turns_of
 from ..inspection.texts import writers_of
 from ..messages.content import Picture
-from ..shown import counted
+from ..shown import counted, one_line
 from ..trajectory.turn import Turn, TurnStatus
 from .audit import advantages_of, audit_credit
 from .blocks import Blocks
@@ -431,11 +431,8 @@ def _outline(episode: Inspected, body: Mapping[str, Any]) -> tuple[str, str]:
     answers = [part[2] for part in chain.from_iterable(turns) if part[:2] == ["assistant", "text"]]
     question = "".join(asked[-1:] if body["turns"] else asked[:1])
     message = episode.record.get("message")
-    return _line(message if isinstance(message, str) else question), _line("".join(answers[-1:]))
-
-
-def _line(text: str) -> str:
-    return " ".join(text[:1000].split())[:200]
+    answer = "".join(answers[-1:])
+    return one_line((message if isinstance(message, str) else question)[:1000], 200), one_line(answer[:1000], 200)
 
 
 def _score(record: Mapping[str, Any]) -> list[tuple[str, str]]:
