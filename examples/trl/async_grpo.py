@@ -40,7 +40,7 @@ factory = sglang_model_factory(
     tokenizer=AutoTokenizer.from_pretrained(model_path),
     base_url=base_url,
     sampling_params={"max_new_tokens": 256, "temperature": config.temperature},
-    on_abort="resume",  # a push of weights interrupts an answer, which continues with the new ones
+    on_abort="resume",  # an answer that a push interrupts continues with the new weights
 )
 reward = RegexReward(r"(\d+)\D*$", group=1)  # the last number of the answer
 
@@ -49,7 +49,8 @@ async def run_episode(task):
     """Run one episode."""
     question, truth = task
     env = CalculatorEnvironment(model_factory=factory, reward_fn=reward, max_tool_iterations=4)
-    result = await env.step(Action(message=question, task_context=TaskContext(ground_truth=truth)))
+    context = TaskContext(ground_truth=truth)
+    result = await env.step(Action(message=question, task_context=context))
     return result.episode(group=question)
 
 
@@ -60,7 +61,13 @@ def tasks():
         yield f"What is {a} * {b}?", str(a * b)
 
 
-rollouts = AsyncGRPORollouts(run_episode, tasks(), SGLangWeights(base_url), group_size=8, normalize_std=True)
+rollouts = AsyncGRPORollouts(
+    run_episode,
+    tasks(),
+    SGLangWeights(base_url),
+    group_size=8,
+    normalize_std=True,
+)
 AsyncGRPOTrainer(
     model=model_path,
     args=config,

@@ -36,6 +36,7 @@ parser = TrlParser((GRPOConfig, Adapter))
 parser.set_defaults(output_dir="out", learning_rate=1e-6, temperature=1.0, loss_type="dapo", scale_rewards="none")
 parser.set_defaults(num_generations=ROWS, per_device_train_batch_size=ROWS)
 config, adapter = parser.parse_args_and_config(options)
+# --8<-- [start:loop]
 factory = sglang_model_factory(
     tokenizer=AutoTokenizer.from_pretrained(model_path),
     base_url=base_url,
@@ -47,16 +48,24 @@ reward = RegexReward(r"(\d+)\D*$", group=1)  # the last number of the answer
 async def run_episode(question):
     """Run one episode."""
     env = CalculatorEnvironment(model_factory=factory, reward_fn=reward, max_tool_iterations=4)
-    result = await env.step(Action(message=question, task_context=TaskContext(ground_truth=TASKS[question])))
+    context = TaskContext(ground_truth=TASKS[question])
+    result = await env.step(Action(message=question, task_context=context))
     return result.episode(group=question)
 
 
+rollouts = GRPORollouts(
+    run_episode,
+    group_size=GROUP,
+    weights=SGLangWeights(base_url),
+    normalize_std=True,
+)
 GRPOTrainer(
     model=model_path,
     args=config,
     processing_class=AutoTokenizer.from_pretrained(model_path),
     train_dataset=Dataset.from_dict({"prompt": list(TASKS)}),
     reward_funcs=row_advantages,
-    rollout_func=GRPORollouts(run_episode, group_size=GROUP, weights=SGLangWeights(base_url), normalize_std=True),
+    rollout_func=rollouts,
     peft_config=LoraConfig(r=adapter.lora_r, task_type="CAUSAL_LM") if adapter.lora_r else None,
 ).train()
+# --8<-- [end:loop]

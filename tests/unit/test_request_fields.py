@@ -27,7 +27,7 @@ def fields_of(request):
 
 
 def test_documented_fields_are_those_that_are_taken():
-    rows = table("The fields", "Field", "Value", "Use", path=ROOT / "docs/guides/request-fields.md")
+    rows = table("The fields", "Field", "Value", "Use", path=ROOT / "docs/guides/model-features.md")
     assert {name: row["Value"] for row in rows for name in names_in_code(row["Field"])} == REQUEST_FIELDS
 
 
