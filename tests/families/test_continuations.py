@@ -304,6 +304,14 @@ def test_the_self_check_costs_at_most_50_ms_in_every_family():
     assert {family: cost for family, cost in costs.items() if cost > 0.050} == {}
 
 
+def name_of(family):
+    return f"{family} †" if FAMILIES[family].stand_in else family
+
+
+def parser_of(family):
+    return f"`{FAMILIES[family].tool_format}`" if FAMILIES[family].tool_format else "none"
+
+
 def test_the_documented_matrix_is_proven_here():
     cases = (*CASES, "full render")
     real = sum(not facts.stand_in for facts in FAMILIES.values())
@@ -311,6 +319,14 @@ def test_the_documented_matrix_is_proven_here():
     moves_text, leaves_reasoning_out = (
         " and ".join(f"`{family}`" for family in sorted(families)) for families in (MOVES_TEXT, LEAVES_REASONING_OUT)
     )
+    proven: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        marks = ["**✗**" if (family, case) in REFUSED else "✓" for case in cases]
+        if "**✗**" in marks:
+            refused[family] = marks
+        else:
+            proven.setdefault(parser_of(family), []).append(name_of(family))
     lines = [
         "---",
         "hide: [toc]",
@@ -319,28 +335,30 @@ def test_the_documented_matrix_is_proven_here():
         "# Model families",
         "",
         "Before you train a model, you want to know whether its prompts can be continued token by token. For each of",
-        f"these {len(FAMILIES)} families we render what follows a sampled turn and compare it with a full render by",
-        "the family's own chat template. A ✓ is a case in which they are equal, token by token.",
+        f"these {len(FAMILIES)} families we compare what follows a sampled turn with a full render by the family's own",
+        f"chat template. {complete} families prove [every case](#the-cases):",
         "",
-        f"{complete} families prove every case. A **✗** is never guessed: your call opens a new sequence from a full",
-        "render, and [`turn.reason`](../guides/two-sequences.md) says why. If the template refuses the full render",
-        "too, you get an error with the template's own message. Is your model not here? Run",
+        "| Tool parser | Families with every case proven |",
+        "|---|---|",
+        *(f"| {parser} | {', '.join(names)} |" for parser, names in proven.items()),
+        "",
+        f"† No package registry has this family's tokenizer, so its control tokens were added to a related one; {real}",
+        "families are tested with their real one. The templates are the real ones; `tests/support/families` lists them.",
+        "",
+        "## Families with a refused case",
+        "",
+        "A **✗** is never guessed: your call opens a new sequence from a full render, and",
+        "[`turn.reason`](../guides/two-sequences.md) says why. If the template refuses the full render too, you get an",
+        "error with the template's own message. Is your model not here? Run",
         "[`strands-sglang check MODEL`](templates.md#does-my-model-work).",
-        "",
-        f"{real} families are tested with their real tokenizer. No package registry has that of the others (†), so",
-        "their control tokens were added to a related one. The templates are the real ones;",
-        "`tests/support/families` lists them.",
         "",
         '<div class="matrix" markdown="1">',
         "",
         "| Family | Tool parser | " + " | ".join(cases) + " |",
         "|---|---|" + "---|" * len(cases),
     ]
-    for family, facts in FAMILIES.items():
-        marks = ["**✗**" if (family, case) in REFUSED else "✓" for case in cases]
-        parser = f"`{facts.tool_format}`" if facts.tool_format else "none"
-        name = f"{family} †" if facts.stand_in else family
-        lines.append(f"| {name} | {parser} | " + " | ".join(marks) + " |")
+    for family, marks in refused.items():
+        lines.append(f"| {name_of(family)} | {parser_of(family)} | " + " | ".join(marks) + " |")
     reasons: dict[str, list[str]] = {}
     for (family, case), reason in REFUSED.items():
         reasons.setdefault(f"| {family} | {reason} |", []).append(case)
@@ -352,7 +370,7 @@ def test_the_documented_matrix_is_proven_here():
         "",
         "| Family | The template | Cases |",
         "|---|---|---|",
-        *(f"{row.replace('| the template ', '| ')} {', '.join(refused)} |" for row, refused in reasons.items()),
+        *(f"{row.replace('| the template ', '| ')} {', '.join(of)} |" for row, of in reasons.items()),
         "",
         "## The cases",
         "",

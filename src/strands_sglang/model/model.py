@@ -220,9 +220,9 @@ class SGLangModel(Model):
                 all samples of one prompt would be the same.
             request_fields: Further top-level fields of SGLang's `/generate`. They are sent with every request,
                 including those of helpers, and recorded as `turn.request_fields`. The
-                [guide](../guides/model-features.md#request-fields) lists them. Names and types are checked, because SGLang ignores
-                fields that it does not know. Fields that exact recording depends on, such as `input_ids`, `stream` or
-                `rid`, are errors.
+                [guide](../guides/model-features.md#request-fields) lists them. Names and types are checked, because
+                SGLang ignores fields that it does not know. Fields that exact recording depends on, such as
+                `input_ids`, `stream` or `rid`, are errors.
             unchecked_request_fields: The same without the check, for fields that only a newer server knows.
         """
 

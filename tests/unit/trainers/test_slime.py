@@ -901,11 +901,6 @@ def test_the_tryout_runs_in_a_process_of_its_own(chatml_tokenizer, tmp_path):
     assert done.stdout.startswith("COMPLETED 1.0 "), done.stderr
 
 
-def test_all_public_names_exist():
-    named = re.findall(r"^\| `(\w+)", "\n".join(rows(TEXT, "name")), re.MULTILINE)
-    assert sorted(named) == sorted(slime.__all__)
-
-
 # --- `to_slime_samples`: every end of an episode becomes samples that slime can use ---
 
 
