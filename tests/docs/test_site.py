@@ -97,7 +97,8 @@ def test_the_search_finds(term, page):
 def test_what_is_wider_than_a_phone_scrolls_by_key_and_keeps_its_first_column(page):
     page.goto("/understand/families/", wait_until="networkidle")
     table = page.locator(".matrix [tabindex='0']")
-    family, case = table.get_by_role("cell", name="deepseek_v3_original", exact=True), table.get_by_role("columnheader").last
+    family = table.get_by_role("cell", name="deepseek_v3_original", exact=True)
+    case = table.get_by_role("columnheader").last
     before = case.bounding_box()["x"]
     table.focus()
     page.keyboard.press("ArrowRight")

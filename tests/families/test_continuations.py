@@ -343,7 +343,7 @@ def test_the_documented_matrix_is_proven_here():
         *(f"| {parser} | {', '.join(names)} |" for parser, names in proven.items()),
         "",
         f"† No package registry has this family's tokenizer, so its control tokens were added to a related one; {real}",
-        "families are tested with their real one. The templates are the real ones; `tests/support/families` lists them.",
+        "families have their real one. All templates are the real ones, listed in `tests/support/families`.",
         "",
         "## Families with a refused case",
         "",
