@@ -28,14 +28,18 @@ def model_factory():
         tokenizer=AutoTokenizer.from_pretrained(os.environ["MODEL"]),
         base_url=os.environ["SGLANG_URL"],
         sampling_params={"max_new_tokens": 256, "temperature": 1.0},
-        on_abort="resume",  # a push of weights interrupts an answer, which continues with the new ones
+        on_abort="resume",  # an answer that a push interrupts continues with the new weights
     )
 
 
 @workflow(group_size=8, normalize_std=True, max_tokens=4096)
 async def calculator(engine, data):
     """Run one episode."""
-    env = CalculatorEnvironment(model_factory=model_factory(), reward_fn=MathReward(), max_tool_iterations=4)
+    env = CalculatorEnvironment(
+        model_factory=model_factory(),
+        reward_fn=MathReward(),
+        max_tool_iterations=4,
+    )
     task = TaskContext(ground_truth=data["answer"])
     result = await env.step(Action(message=data["question"], task_context=task))
     return result.episode(group=data["question"])

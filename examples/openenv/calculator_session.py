@@ -19,11 +19,15 @@ from strands_sglang.trainers.openenv import to_trace
 
 # --8<-- [start:loop]
 class CalculatorSession(ResourceSession):
-    """One episode. The agent owns its loop, so OpenEnv neither sends messages nor calls tools."""
+    """One episode. The agent owns its loop, so OpenEnv sends no messages and calls no tools."""
 
     def __init__(self, model_factory, question, answer):
         """Keep the task."""
-        self.env = CalculatorEnvironment(model_factory=model_factory, reward_fn=MathReward(), max_tool_iterations=8)
+        self.env = CalculatorEnvironment(
+            model_factory=model_factory,
+            reward_fn=MathReward(),
+            max_tool_iterations=8,
+        )
         self.action = Action(message=question, task_context=TaskContext(ground_truth=answer))
         self.result = None
 

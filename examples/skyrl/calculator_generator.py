@@ -31,10 +31,17 @@ def generator():
         factory = sglang_model_factory(
             tokenizer=tokenizer,
             base_url=os.environ["SGLANG_URL"],
-            sampling_params={"temperature": sampling.get("temperature", 1.0), "max_new_tokens": 256},
-            on_abort="resume",  # a push of weights interrupts an answer, which continues with the new ones
+            sampling_params={
+                "temperature": sampling.get("temperature", 1.0),
+                "max_new_tokens": 256,
+            },
+            on_abort="resume",  # an answer that a push interrupts continues with the new weights
         )
-        env = CalculatorEnvironment(model_factory=factory, reward_fn=MathReward(), max_tool_iterations=4)
+        env = CalculatorEnvironment(
+            model_factory=factory,
+            reward_fn=MathReward(),
+            max_tool_iterations=4,
+        )
         task = TaskContext(ground_truth=extras["answer"])
         result = await env.step(Action(message=list(prompt), task_context=task))
         return result.episode(group=None)

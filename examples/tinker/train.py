@@ -28,7 +28,11 @@ async def episodes(factory, groups, size):
     numbers = [(random.randint(10, 99), random.randint(10, 99)) for _ in range(groups)]
 
     async def run(a, b):
-        env = CalculatorEnvironment(model_factory=factory, reward_fn=MathReward(), max_tool_iterations=4)
+        env = CalculatorEnvironment(
+            model_factory=factory,
+            reward_fn=MathReward(),
+            max_tool_iterations=4,
+        )
         task = TaskContext(ground_truth=str(a * b))
         result = await env.step(Action(message=f"What is {a} * {b}?", task_context=task))
         return result.episode(group=(a, b))
@@ -37,20 +41,22 @@ async def episodes(factory, groups, size):
 
 
 def main(model_path, sglang_url, tinker_url=None, steps=10):
-    """Train for some steps. How the SGLang server gets the new weights depends on the Tinker server."""
+    """Train for some steps. How SGLang gets the new weights depends on the Tinker server."""
     factory = sglang_model_factory(
         tokenizer=AutoTokenizer.from_pretrained(model_path),
         base_url=sglang_url,
         sampling_params={"max_new_tokens": 256},
     )
-    trainer = tinker.ServiceClient(base_url=tinker_url).create_lora_training_client(base_model=model_path, rank=8)
+    service = tinker.ServiceClient(base_url=tinker_url)
+    trainer = service.create_lora_training_client(base_model=model_path, rank=8)
     loss = "tinker" if tinker_url is None else "tinker:skyrl:weights"
     for step in range(steps):
         rows = training_rows(asyncio.run(episodes(factory, groups=4, size=8)), normalize_std=True)
         if len(rows):
             trainer.forward_backward(to_data(rows, loss=loss), "ppo").result()
             trainer.optim_step(AdamParams(learning_rate=1e-4)).result()
-        print(f"step {step}: {len(rows)} rows, reward {sum(rows.rewards.values())}, left out {dict(rows.counts)}")
+        reward = sum(rows.rewards.values())
+        print(f"step {step}: {len(rows)} rows, reward {reward}, left out {dict(rows.counts)}")
 
 
 # --8<-- [end:loop]

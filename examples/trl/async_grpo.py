@@ -48,7 +48,11 @@ reward = RegexReward(r"(\d+)\D*$", group=1)  # the last number of the answer
 async def run_episode(task):
     """Run one episode."""
     question, truth = task
-    env = CalculatorEnvironment(model_factory=factory, reward_fn=reward, max_tool_iterations=4)
+    env = CalculatorEnvironment(
+        model_factory=factory,
+        reward_fn=reward,
+        max_tool_iterations=4,
+    )
     context = TaskContext(ground_truth=truth)
     result = await env.step(Action(message=question, task_context=context))
     return result.episode(group=question)

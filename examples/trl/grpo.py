@@ -47,7 +47,11 @@ reward = RegexReward(r"(\d+)\D*$", group=1)  # the last number of the answer
 
 async def run_episode(question):
     """Run one episode."""
-    env = CalculatorEnvironment(model_factory=factory, reward_fn=reward, max_tool_iterations=4)
+    env = CalculatorEnvironment(
+        model_factory=factory,
+        reward_fn=reward,
+        max_tool_iterations=4,
+    )
     context = TaskContext(ground_truth=TASKS[question])
     result = await env.step(Action(message=question, task_context=context))
     return result.episode(group=question)

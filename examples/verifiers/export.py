@@ -26,14 +26,28 @@ QUESTION, ANSWER = "What is 27 * 43?", "1161"
 async def main(model_path, base_url, path):
     """Run the episodes at once, and write one line for each."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    factory = sglang_model_factory(tokenizer=tokenizer, base_url=base_url, sampling_params={"max_new_tokens": 256})
-    env = CalculatorEnvironment(model_factory=factory, reward_fn=MathReward(), max_tool_iterations=4)
+    factory = sglang_model_factory(
+        tokenizer=tokenizer,
+        base_url=base_url,
+        sampling_params={"max_new_tokens": 256},
+    )
+    env = CalculatorEnvironment(
+        model_factory=factory,
+        reward_fn=MathReward(),
+        max_tool_iterations=4,
+    )
     task = TaskContext(ground_truth=ANSWER)
-    results = await asyncio.gather(*(env.step(Action(message=QUESTION, task_context=task)) for _ in range(8)))
+    action = Action(message=QUESTION, task_context=task)
+    results = await asyncio.gather(*(env.step(action) for _ in range(8)))
     episodes = [result.episode(group=QUESTION) for result in results]
     rows = training_rows(episodes)
     records = [
-        to_episode(episode, tokenizer=tokenizer, advantages=rows.advantages.get(episode.id)) for episode in episodes
+        to_episode(
+            episode,
+            tokenizer=tokenizer,
+            advantages=rows.advantages.get(episode.id),
+        )
+        for episode in episodes
     ]
     lines = [json.dumps(record.to_record(float_decimals=None)) + "\n" for record in records]
     Path(path).write_text("".join(lines), encoding="utf-8")

@@ -18,7 +18,11 @@ from strands_sglang.trainers.verl import agent_loop
 @agent_loop("calculator")
 async def calculator(model, fields):
     """Run one episode."""
-    env = CalculatorEnvironment(model_factory=lambda: model, reward_fn=MathReward(), max_tool_iterations=8)
+    env = CalculatorEnvironment(
+        model_factory=lambda: model,
+        reward_fn=MathReward(),
+        max_tool_iterations=8,
+    )
     task = TaskContext(ground_truth=fields["reward_model"]["ground_truth"])
     result = await env.step(Action(message=list(fields["raw_prompt"]), task_context=task))
     return result.episode(group=None)
