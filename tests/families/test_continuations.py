@@ -320,18 +320,16 @@ def test_the_documented_matrix_is_proven_here():
         " and ".join(f"`{family}`" for family in sorted(families)) for families in (MOVES_TEXT, LEAVES_REASONING_OUT)
     )
     proven: dict[str, list[str]] = {}
-    refused: dict[str, list[str]] = {}
     for family in FAMILIES:
-        marks = ["**✗**" if (family, case) in REFUSED else "✓" for case in cases]
-        if "**✗**" in marks:
-            refused[family] = marks
-        else:
+        if all((family, case) not in REFUSED for case in cases):
             proven.setdefault(parser_of(family), []).append(name_of(family))
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for (family, case), reason in REFUSED.items():
+        reasons.setdefault((family, reason.removeprefix("the template ")), []).append(case)
+    rows: dict[str, list[str]] = {}
+    for (family, reason), refused in reasons.items():
+        rows.setdefault(f"{parser_of(family)} | {reason} | {', '.join(refused)} |", []).append(name_of(family))
     lines = [
-        "---",
-        "hide: [toc]",
-        "---",
-        "",
         "# Model families",
         "",
         "Before you train a model, you want to know whether its prompts can be continued token by token. For each of",
@@ -347,30 +345,14 @@ def test_the_documented_matrix_is_proven_here():
         "",
         "## Families with a refused case",
         "",
-        "A **✗** is never guessed: your call opens a new sequence from a full render, and",
+        "A refused case is never guessed: your call opens a new sequence from a full render, and",
         "[`turn.reason`](../guides/two-sequences.md) says why. If the template refuses the full render too, you get an",
         "error with the template's own message. Is your model not here? Run",
         "[`strands-sglang check MODEL`](templates.md#does-my-model-work).",
         "",
-        '<div class="matrix" markdown="1">',
-        "",
-        "| Family | Tool parser | " + " | ".join(cases) + " |",
-        "|---|---|" + "---|" * len(cases),
-    ]
-    for family, marks in refused.items():
-        lines.append(f"| {name_of(family)} | {parser_of(family)} | " + " | ".join(marks) + " |")
-    reasons: dict[str, list[str]] = {}
-    for (family, case), reason in REFUSED.items():
-        reasons.setdefault(f"| {family} | {reason} |", []).append(case)
-    lines += [
-        "",
-        "</div>",
-        "",
-        "## Why a case is refused",
-        "",
-        "| Family | The template | Cases |",
-        "|---|---|---|",
-        *(f"{row.replace('| the template ', '| ')} {', '.join(of)} |" for row, of in reasons.items()),
+        "| Families | Tool parser | The template | Refused cases |",
+        "|---|---|---|---|",
+        *(f"| {', '.join(names)} | {rest}" for rest, names in rows.items()),
         "",
         "## The cases",
         "",
