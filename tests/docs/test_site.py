@@ -20,6 +20,7 @@ SEARCHES = {
     "retokenization drift": "understand/tokens",
     "TokenizerMismatchError": "troubleshooting",
     "fork": "understand/trajectory",
+    "timeout": "guides/environments",
     "max_tool_iters": "reference/outcomes",
     "slime": "guides/slime",
     "weight update": "understand/weight-updates",
