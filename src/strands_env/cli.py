@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strands_sglang import __version__, shown, terminal
-from strands_sglang.terminal import UsageError, json_object, paint, tell, waiting
+from strands_sglang.terminal import UsageError, json_object, meant, paint, tell, waiting
 
 from .names import ENVIRONMENTS, REWARDS, load, load_benchmark_class, needs, registered_benchmarks, why_not
 from .trackers import TRACKERS
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> terminal.Parser:
     """Return the parser of the command line; `run` in its result is the subcommand's function."""
     parser, add = terminal.command_parser(
         "strands-env",
@@ -353,14 +353,14 @@ def options_in_file(path: Path) -> list[str]:
         content = json_object(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, argparse.ArgumentTypeError) as error:
         raise UsageError(f"--config {path}: {error}") from error
-    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser = terminal.Parser(exit_on_error=False)
     _add_evaluation_options(parser)
     known = vars(parser.parse_args([]))
     options: list[str] = []
     for name, value in content.items():
         option = name.replace("-", "_")
         if option not in known or option == "config":
-            raise UsageError(f"--config {path}: there is no option {name!r}")
+            raise UsageError(f"--config {path}: there is no option {name!r}{meant(option, known)}")
         argument = f"--{option.replace('_', '-')}"
         if not isinstance(value, bool):
             argument += f"={value if isinstance(value, str) else json.dumps(value)}"
@@ -408,15 +408,16 @@ def _unusable(reason: str | None, what: str = "cannot run") -> list[str]:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Run an evaluation; return the exit code."""
+    from strands_sglang import SGLangClientError
+
     from .core import RewardError
     from .eval import DuplicateTaskError
 
     terminal.log(logging.INFO if arguments.verbose else logging.ERROR)
     if not arguments.verbose:  # unknown tools and cut-off answers are ordinary, and the results have them
         logging.getLogger("strands").setLevel(logging.CRITICAL)
-        # Nothing else shows tools that the model does not see, a server that does not answer, or that
-        # `--concurrency auto` has nothing to follow.
-        for name in ("strands_sglang.templates", "strands_sglang.client.balancer", "strands_env.eval.concurrency"):
+        # Nothing else shows tools that the model does not see, or that `--concurrency auto` has nothing to follow.
+        for name in ("strands_sglang.templates", "strands_env.eval.concurrency"):
             logging.getLogger(name).setLevel(logging.WARNING)
     missing = [f"--{name}" for name in ("env", "output") if getattr(arguments, name) is None]
     if arguments.benchmark is None and arguments.dataset is None:
@@ -437,8 +438,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
             evaluator.executor = named_executor(arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise UsageError(error) from error
-    except RewardError as error:  # the machine starts no worker that could read a ground truth
-        tell(f"strands-env: {one_line(error)}")
+    except (RewardError, SGLangClientError) as error:  # the machine starts no worker that could read a ground truth
+        tell(f"strands-env: {unreached(error, arguments)}")
         return FAILED
     except Exception as error:  # code that is named on the command line may raise anything
         raise UsageError(f"--env, --reward or --benchmark: {type(error).__name__}: {error}") from error
@@ -447,12 +448,17 @@ def evaluate(arguments: argparse.Namespace) -> int:
         if model["backend"] == "sglang":  # results depend on the served weights; other backends name theirs
             with waiting("asking the server which weights it serves"):
                 served = await model_factory.served()
+            if not terminal.is_terminal(sys.stderr):  # there is no bar that shows a server that does not answer
+                logging.getLogger("strands_sglang.client.balancer").setLevel(logging.WARNING)
             evaluator.config.update({f"served_{name}": value for name, value in served.items()})
         return await evaluator.run(actions)
 
     try:
         following = ("report", arguments.output, "--html", "--open")
         return finish(arguments, run(), evaluator.compute_metrics, *following)
+    except SGLangClientError as error:
+        tell(f"strands-env: {unreached(error, arguments)}")
+        return FAILED
     except DuplicateTaskError as error:
         raise UsageError(error) from error
 
@@ -471,8 +477,6 @@ def finish(
         metrics_of: Returns their metrics.
         *following: The command that shows more.
     """
-    from strands_sglang import SGLangClientError
-
     from .core import RewardError
     from .eval import CheckpointError, EvaluationStoppedError, ExecutorError
     from .eval.checkpoint import encode, replace_file, results_file, side_file
@@ -483,7 +487,7 @@ def finish(
         with waiting("computing the metrics"):
             metrics = metrics_of(results)
         replace_file(side_file(results_file(arguments.output), ".metrics.json"), encode(metrics))
-    except (CheckpointError, EvaluationStoppedError, ExecutorError, RewardError, SGLangClientError, OSError) as error:
+    except (CheckpointError, EvaluationStoppedError, ExecutorError, RewardError, OSError) as error:
         tell(f"strands-env: {in_options(one_line(error))}")
         return FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -730,6 +734,8 @@ def check_names(arguments: argparse.Namespace) -> None:
         load_benchmark_class(arguments.benchmark, BENCHMARKS)
     elif arguments.dataset is not None and not Path(arguments.dataset).exists():
         raise ValueError(f"--dataset {arguments.dataset}: no such file or folder")
+    if arguments.benchmark is None:
+        load_dataset(arguments, limit=1)
 
 
 def model_config(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -775,9 +781,10 @@ def served_tokenizer(arguments: argparse.Namespace) -> str:
     """The path or name of the tokenizer that the server has, which loads on this machine.
 
     Raises:
-        ValueError: The server does not answer, or its tokenizer is not on this machine.
+        SGLangClientError: The server does not say what it serves.
+        ValueError: Its tokenizer is not on this machine.
     """
-    from strands_sglang import SGLangClient, SGLangClientError, get_tokenizer
+    from strands_sglang import SGLangClient, get_tokenizer
 
     url = arguments.base_url or DEFAULT_URL
     hint = "give --model or --tokenizer"
@@ -788,8 +795,6 @@ def served_tokenizer(arguments: argparse.Namespace) -> str:
 
     try:
         info = asyncio.run(ask())
-    except SGLangClientError as error:
-        raise ValueError(f"the server at {url} does not say which model it serves: {error}; {hint}") from error
     except (ValueError, TypeError) as error:
         option = "--client-args" if arguments.client_args else "--base-url"
         raise ValueError(f"{option}: {in_options(str(error))}") from error
@@ -801,6 +806,16 @@ def served_tokenizer(arguments: argparse.Namespace) -> str:
             f"the server's tokenizer {path} cannot be loaded on this machine ({type(error).__name__}): {hint}"
         ) from error
     return path
+
+
+def unreached(error: Exception, arguments: argparse.Namespace) -> str:
+    """What to do if the evaluation cannot begin, in a line."""
+    from strands_sglang import SGLangConnectionError
+
+    if not isinstance(error, SGLangConnectionError):
+        return in_options(one_line(error))
+    url = arguments.base_url or DEFAULT_URL
+    return f"no server answers at {url}: start one (`strands-sglang serve`), or correct --base-url"
 
 
 _OPTION_OF = {
@@ -968,30 +983,35 @@ def named_executor(arguments: argparse.Namespace) -> Any:
         raise OSError(f"--ray: {error}") from error
 
 
+def load_dataset(arguments: argparse.Namespace, **further: Any) -> list[Action]:
+    """The tasks of `--dataset`; further arguments are those of `load_tasks`.
+
+    Raises:
+        ValueError: There are none, or they cannot be loaded.
+    """
+    from .eval.benchmarks import TaskError, load_tasks
+
+    fields = {name: getattr(arguments, name) for name in ("question_field", "answer_field", "id_field", "split")}
+    try:
+        return load_tasks(arguments.dataset, **fields, needs_answer=arguments.reward != OWN_REWARD, **further)
+    except TaskError as error:
+        missing = re.search(r"\bno (question|answer): looked for", str(error))
+        hint = f"; name the field with --{missing[1]}-field" if missing else ""
+        raise ValueError(f"{str(error).replace('pass split=', 'give --split ')}{hint}") from error
+
+
 def load_actions(arguments: argparse.Namespace, evaluator: Evaluator, reward: Any) -> list[Action]:
     """The tasks that the command line names, with ground truths that the reward can compare with.
 
     Raises:
         ValueError: There are none, or they cannot be loaded.
     """
-    from .eval.benchmarks import BENCHMARKS, TaskError, checked, load_benchmark, load_tasks
+    from .eval.benchmarks import BENCHMARKS, TaskError, checked, load_benchmark
 
-    fields = {name: getattr(arguments, name) for name in ("question_field", "answer_field", "id_field")}
     further = {"limit": arguments.limit, "check_truth": getattr(reward, "check_truth", None)}
     if arguments.benchmark is None:
-        try:
-            return load_tasks(
-                arguments.dataset,
-                **fields,
-                split=arguments.split,
-                needs_answer=arguments.reward != OWN_REWARD,
-                **further,
-            )
-        except TaskError as error:
-            missing = re.search(r"\bno (question|answer): looked for", str(error))
-            hint = f"; name the field with --{missing[1]}-field" if missing else ""
-            raise ValueError(f"{str(error).replace('pass split=', 'give --split ')}{hint}") from error
-    if any(fields.values()) or arguments.split:
+        return load_dataset(arguments, **further)
+    if arguments.question_field or arguments.answer_field or arguments.id_field or arguments.split:
         raise ValueError("--question-field, --answer-field, --id-field and --split do not apply to --benchmark")
     if arguments.benchmark in BENCHMARKS:
         try:

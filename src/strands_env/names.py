@@ -15,7 +15,6 @@ point is the module that has them:
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -26,6 +25,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
+
+from strands_sglang.terminal import meant
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,7 @@ def load(kind: Kind, name: str) -> Any:
 def unknown(name: str, known: Iterable[str]) -> str:
     """Say that a name is not known, and which one may be meant."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, 1)
-    meant = f"; did you mean {close[0]}?" if close else ""
-    return f"no such name{meant} (known: {', '.join(names)}; or a dotted path such as package.module.Name)"
+    return f"no such name{meant(name, names)} (known: {', '.join(names)}; or a dotted path such as package.module.Name)"
 
 
 def load_path(option: str, name: str, path: str) -> Any:

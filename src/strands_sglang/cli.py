@@ -1,8 +1,8 @@
 """The command `strands-sglang`.
 
-Exit codes: 0 success, or stopped with Ctrl-C; 1 failure, `check` found something unproven, or `doctor` something wrong;
-2 an option, or what it names, is wrong; 3 this machine cannot run SGLang; 141 no one reads the output. Each subcommand
-is one function, which imports what it needs.
+Exit codes: 0 success, or stopped with Ctrl-C; 1 failure, `check` found something unproven, or `doctor` something wrong,
+or no tokens; 2 an option, or what it names, is wrong; 3 this machine cannot run SGLang; 141 no one reads the output.
+Each subcommand is one function, which imports what it needs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_USAGE
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> terminal.Parser:
     """Return the parser of the command line; `run` in its result is the subcommand's function."""
     parser, add = terminal.command_parser(
         "strands-sglang",
@@ -133,7 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Compare recorded episodes with everything that can be derived from their own parts, and print a line per "
         "finding: its kind, where it is, and why. Files are trajectories, step folders of a training run, the folder "
         "of an evaluation, OpenEnv traces, verifiers records and rollout dumps of slime. Exit with 0 if nothing is "
-        "wrong, 1 if something is, 2 if a file cannot be read.",
+        "wrong, 1 if something is or if no tokens are recorded, 2 if a file cannot be read.",
         f"example:\n  strands-sglang doctor runs/step-000003\n\n{SEE_ALSO}",
     )
     checking.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -264,11 +264,11 @@ def doctor(arguments: argparse.Namespace, groups: list[Group]) -> int:
     """Print what is wrong with recorded episodes; return the exit code."""
     from dataclasses import asdict
 
-    from .inspection.doctor import findings, lines, summary
+    from .inspection.doctor import findings, has_tokens, lines, summary
 
     with waiting("checking"):
         found = findings(groups)
-    code = FAILED if found else 0
+    code = 0 if has_tokens(groups) and not found else FAILED
     if arguments.json:
         listed = [{**asdict(finding), "where": finding.where} for finding in found]
         return say(json.dumps(listed, ensure_ascii=True, indent=2), code=code)
@@ -277,7 +277,7 @@ def doctor(arguments: argparse.Namespace, groups: list[Group]) -> int:
         kind = line.partition(":")[0]
         first, *others = wrapped(line) if terminal.is_terminal(sys.stdout) else [line]  # a line each
         shown += [first.replace(kind, paint(kind, "red"), 1), *others]
-    code = say(*shown, paint(summary(groups, found), "red" if found else "green"), code=code)
+    code = say(*shown, paint(summary(groups, found), "red" if code else "green"), code=code)
     if found and code == FAILED:  # not if no one reads the output
         tell(f"next: {shlex.join(['strands-sglang', 'view', *map(str, arguments.files), '--open'])}")
     return code

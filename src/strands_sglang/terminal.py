@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import logging
 import os
@@ -51,7 +52,14 @@ _PLAIN = re.compile(r"(\n)")
 """What of a text a terminal interprets: ends of lines, and where there are colors, those of `paint`."""
 
 
-def command_parser(prog: str, version: str, about: str, end: str) -> tuple[argparse.ArgumentParser, Callable[..., Any]]:
+COMMANDS = {
+    "strands-sglang": ("serve", "check", "view", "doctor", "show"),
+    "strands-env": ("list", "eval", "report", "watch", "track", "score", "compare"),
+}
+"""The commands of each program."""
+
+
+def command_parser(prog: str, version: str, about: str, end: str) -> tuple[Parser, Callable[..., Any]]:
     """Return the parser of a command, and the function that adds a subcommand to it.
 
     That function takes the one that runs the subcommand, its name and arguments, what it does in a few words and in
@@ -65,20 +73,56 @@ def command_parser(prog: str, version: str, about: str, end: str) -> tuple[argpa
         end: The text below the subcommands.
     """
     end += f"\n\n`{prog} COMMAND --help` describes a command."
-    parser = argparse.ArgumentParser(prog, f"{prog} COMMAND [OPTIONS]", about, end, formatter_class=_HelpFormatter)
+    parser = Parser(prog=prog, usage=f"{prog} COMMAND [OPTIONS]", description=about, epilog=end)
     parser.add_argument("--version", action="version", version=f"{prog} {version}")
     parser.set_defaults(run=lambda arguments: say(prog, *parser.format_help().splitlines(), code=WRONG_USAGE))
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog=prog)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", prog=prog)
 
-    def add(
-        run: Callable[[argparse.Namespace], int], usage: str, summary: str, about: str, end: str
-    ) -> argparse.ArgumentParser:
-        described: dict[str, Any] = {"description": about, "epilog": end, "formatter_class": _HelpFormatter}
-        command = commands.add_parser(usage.split()[0], help=summary, usage=f"{prog} {usage}", **described)
+    def add(run: Callable[[argparse.Namespace], int], usage: str, summary: str, about: str, end: str) -> Parser:
+        name = usage.split()[0]
+        command: Parser = commands.add_parser(
+            name, help=summary, usage=f"{prog} {usage}", description=about, epilog=end
+        )
         command.set_defaults(run=run)
         return command
 
     return parser, add
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes options by their full names only, and says which name may be meant by one that it does not know."""
+
+    def __init__(self, **settings: Any) -> None:
+        """Take the arguments of `ArgumentParser`."""
+        super().__init__(formatter_class=_HelpFormatter, allow_abbrev=False, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments, and refuse those that are left."""
+        parsed, left = super().parse_known_args(args, namespace)
+        if left:
+            name = left[0].partition("=")[0]
+            is_option = name.startswith("-")
+            self.error(
+                f"{name}: {'no such option' if is_option else 'unexpected'}{meant(name, self._option_string_actions)}"
+            )
+        return parsed, left
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is none of the choices."""
+        known = tuple(action.choices or (value,))
+        if value in known:
+            return
+        told = f"no such name{meant(value, known)} (known: {', '.join(known)})"
+        if action.dest == "command":
+            owner = next((program for program, names in COMMANDS.items() if value in names), None)
+            self.error(f"{value}: {told}" if owner is None else f"{value} is a command of {owner}, not of {self.prog}")
+        raise argparse.ArgumentError(action, f"{value}: {told}")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Which of the known names may be meant by one that is not known, to end a sentence; empty if none is near."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 class _HelpFormatter(argparse.HelpFormatter):

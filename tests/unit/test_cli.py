@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 import strands_sglang
-from strands_env.cli import main as strands_env
+from strands_env.cli import build_parser as env_parser, main as strands_env
 from strands_sglang import cli
 from strands_sglang.check import check_model, report_lines
 from strands_sglang.local.install import COMPLETE_MARKER, environment_directory
+from strands_sglang.terminal import COMMANDS
 from strands_sglang.testing import ScriptedSGLang
 from support.fake_sglang import write_interpreter, write_model
 from support.processes import has_ended
@@ -109,6 +110,30 @@ def test_a_wrong_command_line_ends_with_code_2(arguments, capsys):
         cli.main(arguments)
     assert caught.value.code == 2
     assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "told"),
+    [
+        (cli.main, ["doctr", "x"], "doctr: no such name; did you mean doctor?"),
+        (cli.main, ["watch", "x"], "watch is a command of strands-env, not of strands-sglang"),
+        (strands_env, ["check", "x"], "check is a command of strands-sglang, not of strands-env"),
+        (cli.main, ["doctor", "x", "--jsn"], "--jsn: no such option; did you mean --json?"),
+        (strands_env, ["eval", "--n-sample=3"], "--n-sample: no such option; did you mean --n-samples?"),
+        (strands_env, ["track", "x", "--to", "wand"], "wand: no such name; did you mean wandb?"),
+        (strands_env, ["list", "x"], "x: unexpected"),
+    ],
+)
+def test_a_mistyped_name_is_told_with_what_may_be_meant(main, arguments, told, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("build", "name"), [(cli.build_parser, "strands-sglang"), (env_parser, "strands-env")])
+def test_each_program_knows_the_commands_of_both(build, name):
+    (commands,) = [action.choices for action in build()._actions if action.dest == "command"]
+    assert tuple(commands) == COMMANDS[name]
 
 
 @pytest.mark.parametrize(("command", "main"), [("strands-sglang", cli.main), ("strands-env", strands_env)])

@@ -131,12 +131,21 @@ def lines(found: Sequence[Finding]) -> Iterator[str]:
         yield f"{finding.kind}: {visible(finding.where)}: {visible(finding.why)}"
 
 
+def has_tokens(groups: Sequence[Group]) -> bool:
+    """Whether any token is recorded: without one, the doctor has next to nothing to compare."""
+    return any(turn.prompt_ids for turn in turns_of(groups))
+
+
 def summary(groups: Sequence[Group], found: Sequence[Finding]) -> str:
     """Return one line about what was checked."""
-    episodes = sum(len(group.episodes) for group in groups)
+    episodes = counted(sum(len(group.episodes) for group in groups), "episode")
+    result = counted(len(found), "finding") if found else "nothing is wrong"
+    if not has_tokens(groups):
+        is_evaluation = any(group.kind == "evaluation" for group in groups)
+        hint = ": `strands-env eval --keep-trajectories` records them" if is_evaluation else ""
+        problems = f"{result} in" if found else "only"
+        return f"{problems} the conversations of {episodes}: no tokens are recorded, so none were checked{hint}"
     turns = list(turns_of(groups))
     tokens = count_tokens(turns)
     texts = "" if any(group.vocabulary for group in groups) else "; ids and texts are not compared without --tokenizer"
-    result = counted(len(found), "finding") if found else "nothing is wrong"
-    what = f"{counted(episodes, 'episode')}, {counted(len(turns), 'turn')} and {counted(tokens, 'token')}"
-    return f"{result} in {what}{texts}"
+    return f"{result} in {episodes}, {counted(len(turns), 'turn')} and {counted(tokens, 'token')}{texts}"

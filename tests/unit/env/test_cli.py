@@ -193,7 +193,11 @@ def test_an_unreachable_server_is_one_line_and_exit_code_1(command, server, caps
     given = [*command, "--base-url", "http://127.0.0.1:9", "--client-args", '{"max_retries": 1, "retry_delay": 0.01}']
     assert run(given) == 1
     error = capsys.readouterr().err.strip()
-    assert len(error.splitlines()) == 1 and "http://127.0.0.1:9" in error and "correct --base-url" in error
+    told = "no server answers at http://127.0.0.1:9: start one (`strands-sglang serve`), or correct --base-url"
+    assert error == f"strands-env: {told}"
+    place = given.index("--tokenizer")
+    assert run([*given[:place], *given[place + 2 :]]) == 1  # asked for its tokenizer
+    assert capsys.readouterr().err.strip() == error
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
@@ -377,6 +381,7 @@ def test_a_wrong_option_in_a_file_is_told(command, tmp_path, content, told, caps
         (["--reward", "exakt"], "--reward exakt: no such name; did you mean exact?"),
         (["--benchmark", "aime2024"], "--benchmark aime2024: no such name; did you mean aime-2024?"),
         (["--dataset", "missing.jsonl"], "--dataset missing.jsonl: no such file or folder"),
+        (["--dataset", __file__], f"{__file__}: unknown file type"),
         (["--chat-template", "missing.jinja"], "missing.jinja"),
     ],
 )

@@ -654,6 +654,14 @@ def test_the_command_tells_each_finding_in_a_line(healthy, tmp_path, capsys):
     assert code == 1 and json.loads(out)[0]["kind"] == "mask-not-sampled"
 
 
+def test_an_evaluation_without_trajectories_is_not_called_right(capsys):
+    folder = Path(__file__).parents[2] / "fixtures" / "0.5.0" / "command" / "out"
+    assert main(["doctor", str(folder)]) == 1
+    told = "only the conversations of 4 episodes: no tokens are recorded, so none were checked: "
+    assert capsys.readouterr().out == f"{told}`strands-env eval --keep-trajectories` records them\n"
+    assert main(["doctor", str(folder), "--json"]) == 1 and capsys.readouterr().out == "[]\n"
+
+
 def test_what_cannot_be_read_is_one_clear_line(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
