@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +32,8 @@ from .eval.metrics import (
     compare,
     costs,
     difference_rows,
+    headline,
+    interval_text,
     majority_at_k,
     metric_rows,
     pass_at_k,
@@ -80,17 +81,17 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
     head, *rows = metric_rows(metrics)
     report = Report(
         name="Report",
-        headline=_headline(metrics),
+        headline=headline(metrics) or "No sample has a score yet",
         about=_about(path, run, samples),
         success_threshold=success_threshold,
         notes=[
             f"{len(run.prompts)} prompts x {n} samples: {counts}.",
-            *(["Waiting and dropped samples are in no metric."] if missing else []),
+            *(["Samples that were not run or were dropped are in no metric."] if missing else []),
             "In the table of tasks, reward, sampled tokens and seconds are means over a task's samples.",
             *episodes.notes,
         ],
         tables=[
-            Table(title="Metrics", head=head, rows=_rounded(rows)),
+            Table(title="Metrics", head=head, rows=rows),
             _outcomes({"samples": samples}),
             _costs(
                 samples, prices, {} if prices is None else costs(results, prices, success_threshold=success_threshold)
@@ -168,7 +169,7 @@ def comparison_page(first: str | Path, second: str | Path, *, success_threshold:
             *episodes.notes,
         ],
         tables=[
-            Table(title="Differences, paired by prompt", head=head, rows=_rounded(differences)),
+            Table(title="Differences, paired by prompt", head=head, rows=differences),
             Table(
                 title="Tasks that flipped, and others",
                 head=["state", "tasks"],
@@ -271,21 +272,13 @@ class _Shown:
 # --- what is said of an evaluation ---
 
 
-def _headline(metrics: Mapping[str, float]) -> str:
-    value, low, high = (metrics.get(f"pass@1{ending}") for ending in ("", "_low", "_high"))
-    if value is None or not math.isfinite(value):
-        return "No sample has a score yet"
-    interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
-    return f"pass@1 {value:.2f}{interval}"
-
-
 def _verdict(difference: Difference) -> str:
     """Which of two evaluations is better, if their interval tells."""
     interval = difference.interval
-    told = f"{difference.name} {interval.value:+.2f}"
+    told = f"{difference.name} {interval.value:+.3f}"
     if interval.low is None or interval.high is None:
         return f"Too few prompts to tell which is better: {told}"
-    told += f" [{interval.low:+.2f}, {interval.high:+.2f}]"
+    told += f", {interval_text(interval.low, interval.high, '+')}"
     if interval.low <= 0 <= interval.high:
         return f"No clear difference: {told}"
     return f"{'B' if interval.value > 0 else 'A'} is better: {told}"
@@ -321,20 +314,6 @@ def _about(path: str | Path, run: Run, samples: Sequence[EvalSample]) -> list[tu
 def _made_by(command: str, *paths: str | Path) -> list[tuple[str, str]]:
     named = shlex.join(["strands-env", command, *map(str, paths), "--html"])
     return [("Page made by", f"{named}, version {__version__}")]
-
-
-def _rounded(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Cells as people read them: two decimals, and words for an interval."""
-    return [
-        [
-            name,
-            *(
-                re.sub(r"\d+\.\d{4}", lambda found: f"{float(found[0]):.2f}", cell).replace(" .. ", " to ")
-                for cell in row
-            ),
-        ]
-        for name, *row in rows
-    ]
 
 
 # --- what is said of samples and tasks ---

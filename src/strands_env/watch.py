@@ -31,10 +31,13 @@ from strands_sglang.shown import visible
 from strands_sglang.terminal import wrapped
 
 from .eval.checkpoint import CheckpointError, EvalSample, ResultsReader, read_status, results_file, side_file
-from .eval.metrics import end_lines, metric_lines, shortened, standard_metrics
+from .eval.metrics import end_lines, headline, metric_lines, shortened, standard_metrics
 
 WINDOW_S = 300.0
 """Seconds over which a rate is measured."""
+
+BEGINS_WITHIN_S = 60.0
+"""Seconds within which an evaluation that was just started or continued runs its first sample."""
 
 SLOWEST = 3
 STEPS_SHOWN = 8
@@ -56,7 +59,7 @@ class View:
         done: Samples or steps that are finished.
         total: All of them; None if it is unknown.
         lines: The text below the progress.
-        is_over: Whether nothing more will come.
+        is_over: Whether nothing more will come: it is done, or no process runs it.
         alarms: What needs a hand; shown above the text.
         headline: The number that matters most; shown above the progress.
     """
@@ -174,8 +177,11 @@ class EvaluationView:
         finished, total = sum(sample.is_finished for sample in samples), len(run.sample_keys)
         running = min(status.running, total - finished) if status else None
         alarms: list[str] = []
-        if status is None and finished < total:
+        is_over = finished >= total
+        if status is None and not is_over:
             alarms = wrapped("no process runs this evaluation now: run the same command again to continue")
+            plan = side_file(results_file(self._reader.path), ".run.json")
+            is_over = now - plan.stat().st_mtime > BEGINS_WITHIN_S
         for outage in status.outages if status else ():
             alarms += wrapped(outage)
         if self._shown[0] != (self._reader.state, running):
@@ -184,18 +190,17 @@ class EvaluationView:
             )
             if running is not None:  # a dropped sample that runs again is both
                 metrics["running_samples"] = float(running)
-                metrics["waiting_samples"] = max(0.0, metrics["waiting_samples"] - running)
+                metrics["queued_samples"] = max(0.0, metrics.pop("waiting_samples") - running)
             slowest = sorted(samples, key=lambda sample: -sample.seconds)[:SLOWEST]
             told = [f"{sample.name} {duration(sample.seconds)}" for sample in slowest]
             lines = [*metric_lines(metrics), "", *end_lines(results)]
             lines += wrapped(f"slowest: {', '.join(told)}") if told else []
-            interval = ", {pass@1_low:.2f} to {pass@1_high:.2f}" if "pass@1_low" in metrics else ""
-            headline = ("pass@1 {pass@1:.2f}" + interval).format_map(metrics) if "pass@1" in metrics else ""
-            self._shown = ((self._reader.state, running), lines, headline)
+            self._shown = ((self._reader.state, running), lines, headline(metrics))
         title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
-        missing = 0 if alarms else total - finished  # how long an outage lasts is unknown
+        # How long an outage lasts is unknown; and before each slot has ended once, the slow episodes are not seen.
+        missing = 0 if alarms or len(samples) < (running or 0) else total - finished
         lines = [*pace_lines(samples, missing, now), *failure_lines(samples, now), "", *self._shown[1]]
-        return View(title, finished, total, lines, finished >= total, alarms, self._shown[2])
+        return View(title, finished, total, lines, is_over, alarms, self._shown[2])
 
 
 def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[str]:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtrit
 
+from strands_sglang import terminal
 from strands_sglang.shown import one_line
 from strands_sglang.terminal import wrapped
 
@@ -580,12 +581,36 @@ def _configuration(first: tuple[Run, Results], second: tuple[Run, Results]) -> d
 SAMPLE_COUNTS = {
     "samples": "done",
     "running_samples": "running",
-    "waiting_samples": "waiting",
+    "queued_samples": "waiting",
+    "waiting_samples": "not run",
     "dropped_samples": "dropped",
     "errored_samples": "errored",
     "unscored_samples": "unscored",
 }
-"""What each count of samples is called wherever it is shown. Running ones are known while an evaluation runs."""
+"""What each count of samples is called wherever it is shown. `watch` alone knows the running and queued ones."""
+
+
+def interval_text(low: float | None, high: float | None, sign: str = "-") -> str:
+    """Format a confidence interval, as in 0.241 to 1.000.
+
+    Args:
+        low: Lower end; None if it is not known.
+        high: Upper end; None if it is not known.
+        sign: "+" to give positive numbers a sign, too.
+    """
+    return "-" if low is None or high is None else f"{low:{sign}.3f} to {high:{sign}.3f}"
+
+
+def headline(metrics: Mapping[str, float]) -> str:
+    """Format `pass@1` with its interval; empty if no sample has a score.
+
+    Args:
+        metrics: Return value of `Evaluator.compute_metrics`.
+    """
+    if "pass@1" not in metrics:
+        return ""
+    interval = interval_text(metrics.get("pass@1_low"), metrics.get("pass@1_high"))
+    return f"pass@1 {metrics['pass@1']:.3f}" + ("" if interval == "-" else f", {interval}")
 
 
 def metric_names(metrics: Mapping[str, float]) -> list[str]:
@@ -610,10 +635,10 @@ def metric_rows(metrics: Mapping[str, float]) -> list[list[str]]:
         rows.append(
             [
                 name,
-                "-" if value is None else f"{value:.4f}",
-                "-" if low is None or high is None else f"{low:.4f} .. {high:.4f}",
+                "-" if value is None else f"{value:.3f}",
+                interval_text(low, high),
                 f"{metrics[f'{name}_prompts']:.0f}",
-                "-" if worst is None else f"{worst:.4f}",
+                "-" if worst is None else f"{worst:.3f}",
             ]
         )
     return rows
@@ -712,14 +737,13 @@ def difference_rows(comparison: Comparison) -> list[list[str]]:
     """
     rows = [["metric", "A", "B", "B - A", "95 % interval", "better", "worse"]]
     for one in comparison.differences:
-        low, high = one.interval.low, one.interval.high
         rows.append(
             [
                 one.name,
-                f"{one.first:.4f}",
-                f"{one.second:.4f}",
-                f"{one.interval.value:+.4f}",
-                "-" if low is None or high is None else f"{low:+.4f} .. {high:+.4f}",
+                f"{one.first:.3f}",
+                f"{one.second:.3f}",
+                f"{one.interval.value:+.3f}",
+                interval_text(one.interval.low, one.interval.high, "+"),
                 str(one.better),
                 str(one.worse),
             ]
@@ -757,13 +781,19 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows as aligned columns, the first left-aligned, the others right-aligned.
 
+    Columns without a value are left out, and the last ones for which the terminal has no room.
+
     Args:
         rows: Cells of each row.
     """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
+    names, *others = (list(column) for column in zip(*rows, strict=True))
+    wide = max(map(len, names))
+    lines = [name.ljust(wide) for name in names]
+    for column in others:
+        if len(column) > 1 and set(column[1:]) == {"-"}:
+            continue
+        wide = max(map(len, column))
+        if len(lines[0]) + 2 + wide > terminal.width():
+            break
+        lines = [f"{line}  {cell:>{wide}}" for line, cell in zip(lines, column, strict=True)]
+    return lines

@@ -77,11 +77,10 @@ def test_the_page_says_what_the_command_says(tmp_path, capsys):
     report = index["report"]
     main(["report", str(tmp_path / "a")])
     printed = capsys.readouterr().out
-    rounded = re.sub(r"\d\.\d{4}", lambda found: f"{float(found[0]):.2f}", printed.replace(" .. ", " to "))
     for row in report["tables"][0]["rows"]:
-        assert " ".join(row) in " ".join(rounded.split())
+        assert " ".join(row) in " ".join(printed.split())
     [shown] = [row for row in report["tables"][0]["rows"] if row[0] == "pass@1"]
-    assert report["headline"] == f"pass@1 {shown[1]} [{shown[2].replace(' to ', ', ')}]"
+    assert report["headline"] == f"pass@1 {shown[1]}, {shown[2]}"
     assert "dropped" in report["notes"][0] and "in no metric" in report["notes"][1]
     [seconds] = [plot["says"] for plot in report["plots"] if plot["title"] == "Seconds"]
     assert sum(int(part.split(": ")[1]) for part in seconds.split(" from ")[1].split(", ")) == int(
@@ -215,7 +214,7 @@ def test_a_run_that_is_written_has_a_page(tmp_path, cut, capsys):
     (tmp_path / "results.jsonl").write_bytes(content[:-cut])
     index = report_of(tmp_path)
     assert len(index["episodes"]) == sum(len(task["samples"][0]) for task in index["report"]["tasks"]) >= 11
-    waiting = f", {int(cut > 1)} waiting, 0 dropped,"
+    waiting = f", {int(cut > 1)} not run, 0 dropped,"
     main(["report", str(tmp_path)])
     assert waiting in index["report"]["notes"][0] and waiting in capsys.readouterr().out
 

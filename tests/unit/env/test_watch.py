@@ -23,6 +23,7 @@ from strands_env.cli import main
 from strands_env.eval import CheckpointError, Evaluator, read_results
 from strands_env.eval.benchmarks import TaskError, load_tasks
 from strands_env.eval.checkpoint import ResultsReader, read_status
+from strands_env.eval.metrics import table_lines
 from strands_env.watch import EvaluationView, duration, open_run, pace_lines, read_steps, spark, step_table
 from strands_sglang import Outage
 from strands_sglang.credit import TrainingRows
@@ -156,7 +157,7 @@ def test_the_view_begins_with_the_score_and_the_last_failure(written, capsys):
     shown = EvaluationView(written)(time.time())
     assert main(["report", str(written), "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)
-    assert shown.headline == "pass@1 {pass@1:.2f}, {pass@1_low:.2f} to {pass@1_high:.2f}".format_map(metrics)
+    assert shown.headline == "pass@1 {pass@1:.3f}, {pass@1_low:.3f} to {pass@1_high:.3f}".format_map(metrics)
     _, results = read_results(written)
     failed = [one for samples in results.values() for one in samples if not one.is_finished]
     last = max(failed, key=lambda one: one.ended_at)
@@ -227,7 +228,7 @@ def test_samples_that_run_or_wait_are_not_dropped(tmp_path, monkeypatch, capsys)
     assert shown.alarms == ["http://one has not answered for 40 s, retrying (attempt 7 of 61)"]
     assert "left" not in shown.lines[0] and read_status(tmp_path) is None
     assert main(["report", str(tmp_path)]) == 0
-    assert "7 done, 0 waiting, 1 dropped" in capsys.readouterr().out
+    assert "7 done, 0 not run, 1 dropped" in capsys.readouterr().out
 
 
 def test_an_evaluation_that_was_killed_is_not_said_to_run(written, tmp_path):
@@ -238,6 +239,28 @@ def test_an_evaluation_that_was_killed_is_not_said_to_run(written, tmp_path):
     os.utime(status, (time.time() - 60,) * 2)
     shown = EvaluationView(tmp_path)(time.time())
     assert "no process runs this evaluation" in shown.alarms[0] and "left" not in shown.lines[0]
+    assert not shown.is_over  # it may have been started again just now
+    assert EvaluationView(tmp_path)(time.time() + 90).is_over
+    assert "4 dropped" in " ".join(shown.lines) and "0 not run" in " ".join(shown.lines)
+
+
+def test_nothing_is_estimated_before_each_slot_has_ended_once(written, tmp_path):
+    for running, is_told in ((4, True), (40, False)):
+        folder = shutil.copytree(written, tmp_path / str(running))
+        plan = json.loads((folder / "results.run.json").read_text())
+        (folder / "results.run.json").write_text(json.dumps({**plan, "n_samples_per_prompt": 20}))
+        (folder / "results.status.json").write_text(f'{{"running": {running}, "outages": []}}')
+        assert (" left" in EvaluationView(folder)(time.time()).lines[0]) == is_told
+
+
+def test_a_table_leaves_out_the_columns_without_room_or_values(monkeypatch):
+    rows = [
+        ["metric", "value", "95 % interval", "prompts", "none"],
+        ["majority@8", "0.667", "0.241 to 1.000", "6", "-"],
+    ]
+    assert table_lines(rows)[1] == "majority@8  0.667  0.241 to 1.000        6"
+    monkeypatch.setattr("strands_sglang.terminal.width", lambda: 40)
+    assert table_lines(rows)[1] == "majority@8  0.667  0.241 to 1.000"
 
 
 @pytest.mark.parametrize("text", ["\x1b]0;title\x07\x1b[2J\x9b2J\u202e", "half \ud83d"])
