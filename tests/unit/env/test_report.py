@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import re
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
