@@ -1,4 +1,4 @@
-"""Processes of this machine: running examples, and finding processes of sandboxes."""
+"""Processes of this machine: running examples, and finding processes of worlds."""
 
 import contextlib
 import os
@@ -32,26 +32,20 @@ def processes():
     return found
 
 
-def watchers(owner):
-    """Return the processes that watch one owner's programs in the sandbox, outermost first."""
-    return sorted(
-        pid
-        for pid, (_, command) in processes().items()
-        if "inside.launcher" in command and f'"parent": {owner},' in command
-    )
+def starters(owner):
+    """Return the processes that start one owner's worlds, at most one unless the owner is gone."""
+    commands = {pid: command for pid, (_, command) in processes().items()}
+    return {pid for pid, command in commands.items() if "inside.starter" in command and f"\0{owner}\0" in command}
 
 
-def running(owner, folder):
-    """Return the sandbox processes of one owner: watchers, and programs with their folder under `folder`.
-
-    Programs in a namespace end with the watcher inside it, which looks like the one outside.
-    """
-    found = watchers(owner)
-    for pid in processes():
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/cwd").startswith(f"{folder}/"):
-                found.append(pid)
-    return found
+def running(owner):
+    """Return the processes of one owner's worlds with their commands: first processes, and all below them."""
+    found, first = processes(), starters(owner)
+    first = {pid for pid in first if found.get(pid, (0,))[0] not in first}
+    family = set(first)
+    while more := {pid for pid, (parent, _) in found.items() if parent in family} - family:
+        family |= more
+    return {pid: found[pid][1] for pid in sorted(family - first) if pid in found}
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

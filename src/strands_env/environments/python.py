@@ -36,7 +36,7 @@ class PythonEnvironment(Environment):
         sandbox: Sandbox in which programs run.
 
     Examples:
-        >>> env = PythonEnvironment(model_factory, MathReward(), min_mode="namespaces")
+        >>> env = PythonEnvironment(model_factory, MathReward(), mode="namespaces")
     """
 
     default_system_prompt_path: ClassVar[str | Path | None] = Path(__file__).parent / "prompts" / "python.md"
@@ -48,8 +48,7 @@ class PythonEnvironment(Environment):
         system_prompt: str | None = None,
         *args: Any,
         sandbox: PythonSandbox | None = None,
-        min_mode: Mode | None = None,
-        unsafe: bool = False,
+        mode: Mode | None = None,
         **kwargs: Any,
     ) -> None:
         """Create the environment. The first one in a process finds out which sandbox mode the machine supports.
@@ -60,18 +59,17 @@ class PythonEnvironment(Environment):
             system_prompt: System prompt, as for `Environment`.
             *args: Other positional arguments of `Environment`.
             sandbox: Sandbox in which programs run; None for one with default limits, shared by all environments.
-            min_mode: Weakest sandbox mode to accept, as for [`PythonSandbox`][strands_env.sandbox.PythonSandbox].
-            unsafe: Whether to run programs without isolation if the machine supports none, as for `PythonSandbox`.
+            mode: Sandbox mode to use, as for [`PythonSandbox`][strands_env.sandbox.PythonSandbox].
             **kwargs: Other keyword arguments of `Environment`.
 
         Raises:
             SandboxUnavailableError: The machine does not support the required sandbox mode.
-            ValueError: Both `sandbox` and `min_mode` are given.
+            ValueError: Both `sandbox` and `mode` are given.
         """
         super().__init__(model_factory, reward_fn, system_prompt, *args, **kwargs)
-        if sandbox is not None and min_mode is not None:
-            raise ValueError("pass min_mode to the PythonSandbox, not together with sandbox")
-        self.sandbox = sandbox or _shared_sandbox(min_mode, unsafe)
+        if sandbox is not None and mode is not None:
+            raise ValueError("pass mode to the PythonSandbox, not together with sandbox")
+        self.sandbox = sandbox or _shared_sandbox(mode)
 
     def get_tools(self) -> Sequence[Any]:
         """Return the tool that runs programs."""
@@ -131,5 +129,5 @@ def described(ran: Execution, limits: SandboxLimits) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _shared_sandbox(min_mode: Mode | None, unsafe: bool) -> PythonSandbox:
-    return PythonSandbox(min_mode=min_mode, unsafe=unsafe)
+def _shared_sandbox(mode: Mode | None) -> PythonSandbox:
+    return PythonSandbox(mode=mode)

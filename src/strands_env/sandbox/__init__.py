@@ -1,27 +1,33 @@
-"""Runs untrusted Python programs in isolated processes."""
+"""Worlds for agents, and a sandbox for untrusted Python programs."""
 
-from .python_sandbox import (
+from .python_sandbox import MODES, PythonSandbox, available_modes
+from .world import (
     DEFAULT_LIMITS,
-    MODES,
+    WORLD_LIMITS,
     Ended,
     Execution,
+    Image,
     Mode,
-    PythonSandbox,
+    Network,
     SandboxError,
     SandboxLimits,
     SandboxUnavailableError,
-    available_modes,
+    World,
 )
 
 __all__ = [
     "DEFAULT_LIMITS",
     "MODES",
+    "WORLD_LIMITS",
     "Ended",
     "Execution",
+    "Image",
     "Mode",
+    "Network",
     "PythonSandbox",
     "SandboxError",
     "SandboxLimits",
     "SandboxUnavailableError",
+    "World",
     "available_modes",
 ]

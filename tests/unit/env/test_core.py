@@ -1711,7 +1711,7 @@ def test_classes_in_results_keep_their_paths():
         found += cls.__subclasses__()
     ours = {describe(cls) for cls in found if cls.__module__.startswith("strands_env.")}
     assert ours == paths
-    arguments = [WorkerLimits(), PythonSandbox(unsafe=True)]
+    arguments = [WorkerLimits(), PythonSandbox()]
     assert [describe(one)["class"] for one in arguments] == [
         "strands_env.rewards.workers.WorkerLimits",
         "strands_env.sandbox.python_sandbox.PythonSandbox",

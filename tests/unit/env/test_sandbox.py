@@ -22,18 +22,16 @@ import strands_env.sandbox
 from strands_env.sandbox import (
     MODES,
     PythonSandbox,
-    SandboxError,
     SandboxLimits,
     SandboxUnavailableError,
     available_modes,
 )
-from support.processes import has_ended, processes, running, watchers
+from support.processes import running
 
 SYSTEM_PYTHON = "/usr/bin/python3"  # on most machines, every user may run it
 SMALL = SandboxLimits(
     wall_s=8, cpu_s=4, memory_bytes=300 << 20, disk_bytes=8 << 20, processes=24, open_files=64, output_bytes=10_000
 )
-SAFE = ("namespaces", "uid")
 
 
 def python_for(mode):
@@ -51,15 +49,8 @@ def mode(request):
     return request.param
 
 
-@pytest.fixture
-def safe_mode(mode):
-    if mode not in SAFE:
-        pytest.skip("not promised in this mode")
-    return mode
-
-
 def sandbox_in(mode, limits=SMALL):
-    return PythonSandbox(limits, mode=mode, unsafe=True, python=python_for(mode))  # type: ignore[arg-type]
+    return PythonSandbox(limits, mode=mode, python=python_for(mode))  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +62,12 @@ def folders(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(tempfile, "tempdir", folder)
     yield folder
     deadline = time.monotonic() + 60
-    while left := running(os.getpid(), folder):
+    while left := running(os.getpid()):
         assert time.monotonic() < deadline, left
+    worlds = f"{folder}/strands-env-{os.geteuid()}"
+    with contextlib.suppress(FileNotFoundError):
+        assert set(os.listdir(worlds)) <= {"lock", "i-empty"}
+        shutil.rmtree(worlds)
     os.rmdir(folder)
 
 
@@ -81,7 +76,7 @@ def folders(monkeypatch, tmp_path_factory):
 
 async def test_a_run_returns_the_output_and_the_exit_code(mode):
     ran = await sandbox_in(mode).run("import sys\nprint('out')\nprint('err', file=sys.stderr)\nsys.exit(3)")
-    assert (ran.output, ran.ended, ran.exit_code, ran.mode) == ("out\nerr\n", "exited", 3, mode)
+    assert (ran.output, ran.ended, ran.exit_code) == ("out\nerr\n", "exited", 3)
 
 
 async def test_an_error_shows_its_traceback(mode):
@@ -229,9 +224,35 @@ async def test_memory_in_too_many_pieces_to_count_is_too_much(mode, kind):
     assert ran.ended == "memory"
 
 
-async def test_no_memory_exists_outside_processes(safe_mode):
+OUTSIDE = {
+    "a file without a name": """
+        file = os.memfd_create('held')
+        while True: os.write(file, b'x' * (1 << 20))
+    """,
+    "a segment without a process": """
+        libc = ctypes.CDLL(None)
+        libc.shmat.restype = ctypes.c_void_p
+        while True:
+            place = libc.shmat(libc.shmget(0, 40 << 20, 0o1600), None, 0)
+            ctypes.memset(place, 1, 40 << 20)
+            libc.shmdt(ctypes.c_void_p(place))
+    """,
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+async def test_memory_outside_processes_counts_in_a_world(kind):
+    if python_for("namespaces") is None:
+        pytest.skip("no namespaces here")
+    ran = await sandbox_in("namespaces").run("import ctypes, os\n" + program(OUTSIDE[kind]))
+    assert ran.ended in ("memory", "disk") or ran.exit_code != 0
+
+
+async def test_no_memory_exists_outside_processes_of_another_user():
     # It would count neither for a process nor for a file, and shared segments outlive all processes.
-    ran = await sandbox_in(safe_mode).run(
+    if python_for("uid") is None:
+        pytest.skip("not here")
+    ran = await sandbox_in("uid").run(
         program("""
         import ctypes, os
         try:
@@ -283,9 +304,7 @@ async def test_endless_output_is_cut_off_and_ends_the_program(mode):
 
 
 async def test_a_fork_bomb_is_ended(mode):
-    # Root has no limit on processes of the kernel's: which of two limits is seen first depends on the machine's load.
-    by_root = mode == "unsafe" and os.geteuid() == 0
-    ran = await sandbox_in(mode, SandboxLimits(wall_s=60 if by_root else 2, processes=24)).run(
+    ran = await sandbox_in(mode, SandboxLimits(wall_s=2, processes=24)).run(
         program("""
         import os
         while True:
@@ -293,11 +312,11 @@ async def test_a_fork_bomb_is_ended(mode):
             except OSError: pass
     """)
     )
-    assert ran.ended in (("processes", "memory") if by_root else ("timeout",))
+    assert ran.ended in ("timeout", "processes")
 
 
-async def test_the_number_of_processes_is_limited(safe_mode):
-    ran = await sandbox_in(safe_mode).run(
+async def test_the_number_of_processes_is_limited(mode):
+    ran = await sandbox_in(mode).run(
         program("""
         import os, time
         n = 0
@@ -316,7 +335,7 @@ async def test_open_files_are_limited(mode):
     assert "Too many open files" in ran.output
 
 
-async def test_files_in_shared_memory_count_and_are_removed(safe_mode):
+async def test_files_in_shared_memory_count_and_are_removed(mode):
     shared = Path(tempfile.mkdtemp(prefix="test-sandbox-", dir="/dev/shm"))
     shared.chmod(0o1777)
     code = program(f"""
@@ -329,7 +348,7 @@ async def test_files_in_shared_memory_count_and_are_removed(safe_mode):
             with open('/dev/shm/strands-env-sandbox-big', 'ab') as f: f.write(b'x' * (1 << 20))
     """)
     try:
-        ran = await sandbox_in(safe_mode).run(code)
+        ran = await sandbox_in(mode).run(code)
         assert ran.output.startswith("written\n")
         assert ran.ended == "disk" or "No space left" in ran.output or "File too large" in ran.output
         assert not list(Path("/dev/shm").glob("**/strands-env-sandbox-*"))
@@ -431,9 +450,15 @@ async def test_pipes_and_page_tables_count_as_memory(mode):
         assert ran.ended == "memory", (ran, source)
 
 
-async def test_uncountable_memory_is_denied(safe_mode):
-    ran = await sandbox_in(safe_mode).run(
-        program("""
+IN_A_WORLD = ["vmsplice", "tee", "larger pipes", "io_uring"]
+OUTSIDE_A_WORLD = ["splice", "sendfile", "inotify", "larger buffers", "landlock", "filters", "names of memory"]
+UNCOUNTABLE = {"namespaces": IN_A_WORLD, "uid": IN_A_WORLD + OUTSIDE_A_WORLD}
+
+
+async def test_uncountable_memory_is_denied(mode):
+    ran = await sandbox_in(mode).run(
+        f"names = {UNCOUNTABLE[mode]}\n"
+        + program("""
         import ctypes, fcntl, os, platform, socket
         libc = ctypes.CDLL(None, use_errno=True)
         reads, writes = os.pipe()
@@ -453,7 +478,8 @@ async def test_uncountable_memory_is_denied(safe_mode):
             'filters': lambda: libc.prctl(22, 2, None, 0, 0),
             'names of memory': lambda: libc.prctl(0x53564d41, 0, None, 0, b'x'),
         }
-        for name, call in calls.items():
+        for name in names:
+            call = calls[name]
             try: result, error = call(), ctypes.get_errno()
             except OSError as raised: result, error = -1, raised.errno
             if (result, error) != (-1, 1): print(name, result, error)
@@ -500,18 +526,18 @@ async def test_zombies_and_a_closed_output_are_harmless(mode):
 async def test_a_cancelled_run_is_ended(mode, folders):
     sandbox = sandbox_in(mode)
     ran = asyncio.ensure_future(sandbox.run("import time\nwhile True: time.sleep(0.01)"))
-    while len(running(os.getpid(), folders)) < 2:
+    while len(running(os.getpid())) < 2:
         await asyncio.sleep(0.01)
     ran.cancel()
     with pytest.raises(asyncio.CancelledError):
         await ran
-    assert running(os.getpid(), folders) == []
+    assert not running(os.getpid())
 
 
 def test_nothing_is_left_when_the_caller_is_killed(mode, folders):
     code = (
         "import asyncio\nfrom strands_env.sandbox import PythonSandbox\n"
-        f"box = PythonSandbox(mode={mode!r}, unsafe=True, python={python_for(mode)!r})\n"
+        f"box = PythonSandbox(mode={mode!r}, python={python_for(mode)!r})\n"
         "print('ready', flush=True)\n"
         "asyncio.run(box.run('import time; time.sleep(1000)'))"
     )
@@ -520,11 +546,13 @@ def test_nothing_is_left_when_the_caller_is_killed(mode, folders):
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
         deadline = time.monotonic() + 30
-        while len(running(owner.pid, folders)) < 2:
+        while len(running(owner.pid)) < 2:
             assert owner.poll() is None and time.monotonic() < deadline
         owner.kill()
-    while running(owner.pid, folders) or os.listdir(folders):
+    while running(owner.pid):
         assert time.monotonic() < deadline + 60
+    subprocess.run([sys.executable, "-c", code.replace("time.sleep(1000)", "")], env=environment, check=True)
+    assert set(os.listdir(f"{folders}/strands-env-{os.geteuid()}")) == {"lock", "i-empty"}
 
 
 async def test_programs_do_not_block_the_event_loop(mode):
@@ -556,8 +584,8 @@ def test_a_sandbox_serves_event_loops_in_several_threads(mode):
 # --- denied actions ---
 
 
-async def test_a_program_cannot_signal_its_caller(safe_mode):
-    sandbox = sandbox_in(safe_mode)
+async def test_a_program_cannot_signal_its_caller(mode):
+    sandbox = sandbox_in(mode)
     other = asyncio.ensure_future(sandbox.run("import time; time.sleep(1.5); print('alive')"))
     ran = await sandbox.run(
         program(f"""
@@ -575,8 +603,8 @@ async def test_a_program_cannot_signal_its_caller(safe_mode):
     assert (await other).output == "alive\n"
 
 
-async def test_killing_all_processes_reaches_only_its_own(safe_mode):
-    sandbox = sandbox_in(safe_mode)
+async def test_killing_all_processes_reaches_only_its_own(mode):
+    sandbox = sandbox_in(mode)
     other = asyncio.ensure_future(sandbox.run("import time; time.sleep(1); print('alive')"))
     ran = await sandbox.run("import os, signal\ntry: os.kill(-1, signal.SIGKILL)\nexcept OSError: pass\nprint('x')")
     assert ran.ended == "exited"
@@ -589,9 +617,9 @@ async def test_the_environment_is_hidden(mode, monkeypatch):
     assert "sesame" not in ran.output
 
 
-async def test_other_processes_cannot_be_inspected(safe_mode, monkeypatch):
+async def test_other_processes_cannot_be_inspected(mode, monkeypatch):
     with subprocess.Popen(["sleep", "100"], env={"SECRET_TOKEN": "open sesame"}) as owner:
-        ran = await sandbox_in(safe_mode).run(
+        ran = await sandbox_in(mode).run(
             program("""
             import os
             for pid in os.listdir('/proc'):
@@ -609,24 +637,33 @@ async def test_other_processes_cannot_be_inspected(safe_mode, monkeypatch):
     assert ran.output == "looked\n"
 
 
-async def test_the_owners_files_cannot_be_read_or_written(safe_mode, tmp_path):
+async def test_the_owners_files_cannot_be_read_or_written(mode, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("open sesame")
     secret.chmod(0o600)
     profile_of_root = os.path.expanduser("~root/.bashrc")
-    ran = await sandbox_in(safe_mode).run(
+    folders = (sys.prefix, "/usr", "/etc", "/", str(Path(__file__).parent), str(tmp_path))
+    ran = await sandbox_in(mode).run(
         program(f"""
         import os, sys
         for path in ({str(secret)!r}, '/etc/shadow', {profile_of_root!r}, os.path.expanduser('~root')):
             for flags in ('rb', 'ab'):
                 try: print(open(path, flags).read())
                 except OSError: pass
-        for folder in (sys.prefix, '/usr', '/etc', '/', {str(Path(__file__).parent)!r}, {str(tmp_path)!r}):
-            try: open(folder + '/made-in-the-sandbox', 'w'); print('wrote', folder)
+        for folder in {folders}:
+            try: open(folder + '/made-in-the-sandbox', 'w').close()
             except OSError: pass
     """)
     )
     assert ran.output == ""
+    assert not any(Path(folder, "made-in-the-sandbox").exists() for folder in folders)
+
+
+async def test_what_a_program_writes_to_its_root_is_its_own():
+    if python_for("namespaces") is None:
+        pytest.skip("no namespaces here")
+    ran = await sandbox_in("namespaces").run("open('/etc/hosts', 'a').write('made in a world'); print('wrote')")
+    assert ran.output == "wrote\n" and "made in a world" not in Path("/etc/hosts").read_text()
 
 
 async def test_namespaces_show_only_python_and_a_small_system(folders):
@@ -678,21 +715,21 @@ def project(folders):
     shutil.rmtree(folder)
 
 
-async def test_a_virtual_environment_hides_its_project(safe_mode, project):
-    python = virtual_environment(project, python_for(safe_mode) or "")
+async def test_a_virtual_environment_hides_its_project(mode, project):
+    python = virtual_environment(project, python_for(mode) or "")
     packages = next(project.glob("lib/python3*/site-packages"))
     (packages / "installed.py").write_text("print('imported')")
     (packages / "editable.pth").write_text(f"{project}/src\n")
     secret = secret_in(project)
     source = secret_in(project / "src")
-    sandbox = PythonSandbox(SMALL, mode=safe_mode, python=python)  # type: ignore[arg-type]
+    sandbox = PythonSandbox(SMALL, mode=mode, python=python)  # type: ignore[arg-type]
     for hidden in (secret, source):
         assert (await sandbox.run(seen(hidden, "import installed"))).output == "hidden\nimported\n"
 
 
-async def test_another_interpreter_hides_the_current_folder(safe_mode, project, monkeypatch):
+async def test_another_interpreter_hides_the_current_folder(mode, project, monkeypatch):
     secret = secret_in(project)
-    base = python_for(safe_mode) or ""
+    base = python_for(mode) or ""
     link, script = project / "linked", project / "wrapped"
     link.symlink_to(os.path.realpath(base))
     script.write_text(f'#!/bin/sh\nexec {base} "$@"\n')
@@ -701,16 +738,16 @@ async def test_another_interpreter_hides_the_current_folder(safe_mode, project, 
     with monkeypatch.context() as here:
         here.chdir(project)
         for python in (SYSTEM_PYTHON, str(link), "linked", str(script)):
-            sandbox = PythonSandbox(SMALL, mode=safe_mode, python=python)  # type: ignore[arg-type]
+            sandbox = PythonSandbox(SMALL, mode=mode, python=python)  # type: ignore[arg-type]
             assert (await sandbox.run(seen(secret))).output == "hidden\n", python
 
 
-async def test_other_folders_under_usr_are_hidden(safe_mode):
+async def test_other_folders_under_usr_are_hidden(mode):
     if not os.access("/usr/src", os.W_OK):
         pytest.skip("needs root")
     folder = Path(tempfile.mkdtemp(prefix="test-sandbox-", dir="/usr/src"))
     try:
-        assert (await sandbox_in(safe_mode).run(seen(secret_in(folder)))).output == "hidden\n"
+        assert (await sandbox_in(mode).run(seen(secret_in(folder)))).output == "hidden\n"
     finally:
         shutil.rmtree(folder)
 
@@ -775,36 +812,12 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_attacks_on_the_sandbox_are_ordinary_results(mode, name, monkeypatch):
-    # In `unsafe` mode, a program can end or stop its watchers; its caller is not a target.
-    monkeypatch.setattr("strands_env.sandbox.python_sandbox.GRACE_S", 2.0 if mode == "unsafe" else 15.0)
-    code = "import os; ours = [os.getppid()]\n"
-    if mode == "unsafe":
-        code += "ours.append(int(open(f'/proc/{ours[0]}/stat').read().rpartition(')')[2].split()[1]))\n"
-    else:
-        code += "ours.append(1)\n"
+async def test_attacks_on_the_sandbox_are_ordinary_results(mode, name):
+    code = "import os; ours = [os.getppid(), 1]\n"
     ran = await sandbox_in(mode, SandboxLimits(wall_s=5, disk_bytes=8 << 20)).run(
         code + program(ATTACKS[name]).format(targets="ours")
     )
-    assert ran.mode == mode  # a result, not an error
-
-
-async def test_a_program_that_stops_its_watchers_is_ended(monkeypatch):
-    monkeypatch.setattr("strands_env.sandbox.python_sandbox.GRACE_S", 1.0)
-    parents = "import os, time\nhere = os.getppid()\nabove = int(open(f'/proc/{here}/stat').read().split()[3])\n"
-    for target in ("here", "above"):
-        for number in ("SIGKILL", "SIGTERM", "SIGSTOP"):
-            kill = f"import signal; os.kill({target}, signal.{number}); time.sleep(100)"
-            ran = await sandbox_in("unsafe", SandboxLimits(wall_s=0.5)).run(parents + kill)
-            assert ran.ended in ("exited", "timeout") and ran.exit_code != 0, (target, number, ran)
-
-
-async def test_a_program_beyond_its_time_that_no_watcher_ends_has_failed(mode, monkeypatch):
-    monkeypatch.setattr("strands_env.sandbox.python_sandbox.GRACE_S", 1.0)
-    ran = asyncio.ensure_future(sandbox_in(mode, SandboxLimits(wall_s=1.0)).run("while True: pass"))
-    (outermost, *_), _ = await begun(ran)
-    os.kill(outermost, signal.SIGSTOP)
-    assert (await ran).ended == "timeout"
+    assert ran.ended  # a result, not an error
 
 
 def test_namespaces_hold_without_privileges():
@@ -820,9 +833,11 @@ def test_namespaces_hold_without_privileges():
         from sandbox import PythonSandbox, SandboxLimits, available_modes
         why, ran = available_modes()["namespaces"], []
         if why is None:
-            sandbox = PythonSandbox(SandboxLimits(wall_s=5, disk_bytes=8 << 20), min_mode="namespaces")
+            sandbox = PythonSandbox(SandboxLimits(wall_s=5, disk_bytes=8 << 20), mode="namespaces")
             for program in json.load(sys.stdin):
-                try: ran.append(dataclasses.asdict(asyncio.run(sandbox.run(program))))
+                try:
+                    one = asyncio.run(sandbox.run(program))
+                    ran.append({"ended": one.ended, "stdout": one.output})
                 except Exception as error: ran.append({"error": repr(error)})
         print(json.dumps({"why": why, "ran": ran}))
     """)
@@ -845,14 +860,14 @@ def test_namespaces_hold_without_privileges():
             )  # not because of a defect in the sandbox
             continue
         ran = report["ran"]
-        assert [one.get("mode") for one in ran] == ["namespaces"] * len(programs), ran
-        assert ran[-2]["output"] == "1000 False 1\n" and ran[-1]["output"] == "True\n", ran
+        assert all("ended" in one for one in ran), ran
+        assert ran[-2]["stdout"] == "0 False 1\n" and ran[-1]["stdout"] == "True\n", ran
 
 
 # --- resources shared with the machine ---
 
 
-async def test_nothing_is_left_in_world_writable_folders(safe_mode):
+async def test_nothing_is_left_in_world_writable_folders(mode):
     outer = Path(tempfile.mkdtemp(prefix="test-sandbox-", dir="/var/tmp"))
     outer.chmod(0o755)
     public = outer / "public"
@@ -861,7 +876,7 @@ async def test_nothing_is_left_in_world_writable_folders(safe_mode):
     (public / "log").write_text("")
     (public / "log").chmod(0o666)
     try:
-        ran = await sandbox_in(safe_mode).run(
+        ran = await sandbox_in(mode).run(
             program(f"""
             for path in ({str(public / "left")!r}, {str(public / "log")!r}):
                 try: open(path, 'a').write('left')
@@ -875,7 +890,7 @@ async def test_nothing_is_left_in_world_writable_folders(safe_mode):
         shutil.rmtree(outer)
 
 
-async def test_unix_sockets_of_the_machine_cannot_be_reached(safe_mode, project):
+async def test_unix_sockets_of_the_machine_cannot_be_reached(mode, project):
     import socket
 
     paths = ["\0test-sandbox-stream", "\0test-sandbox-datagram", str(project / "s"), str(project / "d")]
@@ -888,7 +903,7 @@ async def test_unix_sockets_of_the_machine_cannot_be_reached(safe_mode, project)
         if server.type == socket.SOCK_STREAM:
             server.listen()
         server.setblocking(False)
-    ran = await sandbox_in(safe_mode).run(
+    ran = await sandbox_in(mode).run(
         program(f"""
         import socket
         for path in {paths!r}:
@@ -906,36 +921,6 @@ async def test_unix_sockets_of_the_machine_cannot_be_reached(safe_mode, project)
             server.accept() if server.type == socket.SOCK_STREAM else server.recv(1)
 
 
-async def begun(ran):
-    """Wait until the program of a run is there; return its watchers, outermost first, and its processes."""
-    watching = []
-    left = []
-    while len(watching) < 2 or not left:
-        await asyncio.sleep(0.01)
-        assert not ran.done(), ran
-        watching, found = watchers(os.getpid()), processes()
-        family = set(watching)
-        while more := {pid for pid, (parent, _) in found.items() if parent in family} - family:
-            family |= more
-        left = [pid for pid in family - set(watching) if pid in found and "main.py" in found[pid][1]]
-    return watching, left
-
-
-@pytest.mark.parametrize("victim", [0, -1])
-async def test_nothing_is_left_when_a_watcher_is_killed(mode, victim, folders):
-    code = (
-        "import os, time\nfor _ in range(3):\n    if os.fork() == 0: os.setsid(); break\nprint('on'); time.sleep(1000)"
-    )
-    ran = asyncio.ensure_future(sandbox_in(mode, SandboxLimits(wall_s=60)).run(code))
-    watching, left = await begun(ran)
-    os.kill(watching[victim], signal.SIGKILL)
-    with contextlib.suppress(SandboxError):  # the killer is unknown
-        assert (await ran).exit_code == -signal.SIGKILL
-    await ran if not ran.done() else None
-    assert running(os.getpid(), folders) == []
-    assert all(map(has_ended, left))
-
-
 async def test_paths_may_contain_any_characters(mode, project, monkeypatch):
     python = virtual_environment(project / "a b\\\u00e9", python_for(mode) or "")
     shown = project / "\u00fc\udcfe \t"
@@ -944,7 +929,7 @@ async def test_paths_may_contain_any_characters(mode, project, monkeypatch):
     folder = project / "tm\u00fc"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    sandbox = PythonSandbox(SMALL, mode=mode, unsafe=True, python=python, visible_paths=[shown])  # type: ignore[arg-type]
+    sandbox = PythonSandbox(SMALL, mode=mode, python=python, visible_paths=[shown])  # type: ignore[arg-type]
     ran = await sandbox.run(
         f"import os, sys\nprint(open({str(shown / 'data')!r}).read(), sys.prefix != sys.base_prefix)"
     )
@@ -962,66 +947,54 @@ def test_the_mode_is_logged_in_one_line(mode, caplog):
     assert line.levelno == (logging.INFO if mode == "namespaces" else logging.WARNING)
 
 
-def test_min_mode_is_enforced_before_anything_runs(tmp_path):
+def test_a_mode_that_does_not_work_is_an_error_before_anything_runs(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    for least in ("namespaces", "uid"):
-        with pytest.raises(SandboxUnavailableError, match=f"namespaces: .*{broken}"):
-            PythonSandbox(python=str(broken), min_mode=least, unsafe=True)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="less protection"):
-        PythonSandbox(mode="uid", min_mode="namespaces")
-    with pytest.raises(ValueError, match="min_mode='none' is not one of namespaces, uid, unsafe"):
-        PythonSandbox(min_mode="none")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="needs unsafe=True"):
-        PythonSandbox(min_mode="unsafe")
+    for mode in MODES:
+        with pytest.raises(SandboxUnavailableError, match=f"{mode}: .*{broken}"):
+            PythonSandbox(python=str(broken), mode=mode)
+    with pytest.raises(ValueError, match="mode='none' is not one of namespaces, uid"):
+        PythonSandbox(mode="none")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="/does/not/exist does not exist"):
         PythonSandbox(visible_paths=["/does/not/exist"])
 
 
-def test_an_unavailable_mode_is_an_error_with_the_reason(mode):
-    for least in MODES:
-        if python_for(least) is None:
-            with pytest.raises(SandboxUnavailableError, match=f"{least}: "):
-                PythonSandbox(mode=least, unsafe=True)
-        elif least != "unsafe":
-            assert PythonSandbox(min_mode=least, python=python_for(least) or "").mode in SAFE
-
-
-async def test_there_is_no_network(safe_mode):
+async def test_there_is_no_network(mode):
     import socket
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
         port = server.getsockname()[1]
-        ran = await sandbox_in(safe_mode).run(
+        datagrams.bind(("127.0.0.1", port))
+        datagrams.setblocking(False)
+        ran = await sandbox_in(mode).run(
             program(f"""
             import socket
             for family, address in ((socket.AF_INET, ('127.0.0.1', {port})), (socket.AF_INET6, ('::1', {port}))):
                 for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):
                     try:
                         s = socket.socket(family, kind); s.settimeout(1); s.connect(address); s.send(b'x')
-                        print('connected', family, kind)
+                        if kind != socket.SOCK_DGRAM: print('connected', family, kind)
                     except OSError: pass
         """)
         )
+        with pytest.raises(BlockingIOError):
+            datagrams.recv(1)
     assert ran.output == ""
 
 
-async def test_privileges_cannot_be_gained(safe_mode):
-    ran = await sandbox_in(safe_mode).run(
+async def test_privileges_cannot_be_gained(mode):
+    ran = await sandbox_in(mode).run(
         program("""
         import ctypes, os
         libc = ctypes.CDLL(None, use_errno=True)
-        print(os.getuid() != 0, [libc.unshare(flag) for flag in (0x10000000, 0x20000, 0x40000000)])
+        print([libc.unshare(flag) for flag in (0x10000000, 0x20000, 0x40000000)])
         print(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None), libc.ptrace(16, 1, 0, 0))
-        for change in (os.setuid, os.setgid):
-            try: change(0); print('root')
-            except OSError: pass
         status = dict(line.split(':', 1) for line in open('/proc/self/status'))
         print(*(status[name].strip() for name in ('CapEff', 'CapPrm', 'NoNewPrivs', 'Seccomp')))
     """)
     )
-    assert ran.output == "True [-1, -1, -1]\n-1 -1\n" + "0" * 16 + " " + "0" * 16 + " 1 2\n"
+    assert ran.output == "[-1, -1, -1]\n-1 -1\n" + "0" * 16 + " " + "0" * 16 + " 1 2\n"
 
 
 async def test_the_callers_descriptors_are_closed(mode, tmp_path):
@@ -1034,44 +1007,9 @@ async def test_the_callers_descriptors_are_closed(mode, tmp_path):
     assert len(eval(ran.output)) <= 4  # the standard streams, and the listed folder
 
 
-# --- without a sandbox ---
-
-
-def test_without_protection_the_error_mentions_unsafe(tmp_path):
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
-    with pytest.raises(SandboxUnavailableError, match="unsafe=True"):
-        PythonSandbox(python=str(broken), mode="namespaces")
-
-
-def test_the_unsafe_mode_needs_a_second_confirmation():
-    with pytest.raises(ValueError, match="unsafe=True"):
-        PythonSandbox(mode="unsafe")
-
-
-async def test_a_process_that_cannot_start_is_an_error(mode, monkeypatch):
-    sandbox = sandbox_in(mode)
-    monkeypatch.setattr(sys, "executable", "/does/not/exist")
-    with pytest.raises(SandboxError, match="no process could be started"):
-        await sandbox.run("print(1)")
-
-
-async def test_no_folder_exists_before_the_process_that_removes_it(mode, folders, monkeypatch):
-    start, seen = asyncio.create_subprocess_exec, []
-
-    async def spy(*args, **kwargs):
-        seen.append(os.listdir(folders))
-        return await start(*args, **kwargs)
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", spy)
-    assert (await sandbox_in(mode).run("print(7)")).output == "7\n"
-    assert seen == [[]]
-
-
 async def test_a_program_is_told_to_have_started_when_it_has_its_place():
     events = []
-    sandbox = PythonSandbox(SMALL, unsafe=True, max_concurrency=1)
+    sandbox = PythonSandbox(SMALL, max_concurrency=1)
 
     async def run(number):
         await sandbox.run("print(7)", started=lambda: events.append(f"starts {number}"))

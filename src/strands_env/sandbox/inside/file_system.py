@@ -1,22 +1,21 @@
-"""The files that a program sees: Python and the system's libraries, read-only, and one small folder.
+"""The files that programs see.
 
-In mode `namespaces`, they are a separate file system in memory, which disappears with the last process of the
-namespace. In mode `uid`, they are the only files of the machine that the program may open.
+In a world, they are an overlay of layers, and without an image the system's programs and libraries, read-only. In mode
+`uid`, the latter are the only files of the machine that a program may open.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
+import stat
 import subprocess
+from collections.abc import Iterable
 from typing import Any
 
 from . import kernel
 
-# Possible places to build the new root, which is invisible outside the namespace.
-PLACES = ("/tmp", "/var/tmp", "/mnt", "/srv")
 # Not all of /usr: /usr/src and other folders may contain programs of the owner.
 SYSTEM = (
     *(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share")),
@@ -25,53 +24,156 @@ SYSTEM = (
     *(f"/etc/{name}" for name in ("ld.so.cache", "localtime", "alternatives", "mime.types", "nsswitch.conf")),
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+LINKS = {
+    "ptmx": "pts/ptmx",
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+}
 SHARED_MEMORY = "/dev/shm"
 BYTES_PER_FILE = 4096
 
 
-def build(config: dict[str, Any], uid: int, gid: int) -> None:
-    """Build the new root and enter it; the current folder is then an empty /tmp."""
+def open_shown(paths: Iterable[str]) -> list[tuple[str, int]]:
+    """Open files and folders of the machine that a world shows, while this process may still read them."""
+    return [(path, os.open(path, os.O_PATH)) for path in (*_without_nested(paths), *DEVICES)]
+
+
+def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
+    """Build the root of a world and enter it; return a descriptor of its own layer, which is outside.
+
+    The root is an overlay of layers, each a folder `NAME/u` in the current folder. Nothing is followed or made below it
+    before it is the root, for a link in an image would lead to the machine's files.
+
+    Raises:
+        OSError: The kernel refuses a step. The message names it.
+    """
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    root = next(place for place in PLACES if os.path.isdir(place))
-    shown: list[str] = []  # existing paths, without those inside others
-    existing = {os.path.normpath(path) for path in (*SYSTEM, *config["visible"]) if os.path.exists(path)}
-    for path in sorted(existing, key=len):
-        if not any(path.startswith(f"{other}/") for other in shown):
-            shown.append(path)
-    sources = [(path, os.open(path, os.O_PATH)) for path in (*shown, *DEVICES)]
-    kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,nr_inodes=4096,mode=755")
-    for name in ("etc", "tmp", "proc", "dev/shm"):
-        os.makedirs(f"{root}/{name}", exist_ok=True)
-    size = config["disk_bytes"]
-    space = f"size={size},nr_inodes={most_files(size)},mode=700,uid={uid},gid={gid}"
-    kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, space)
-    for path, opened in sources:  # after /tmp is mounted: a path may be inside it
-        source, target = f"/proc/self/fd/{opened}", root + path
-        if os.path.isdir(source):
-            os.makedirs(target, exist_ok=True)
-        else:
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
-        kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
-        os.close(opened)
-    _make_read_only(root)
-    with open(f"{root}/etc/passwd", "w") as accounts:
-        accounts.write(f"sandbox:x:{uid}:{gid}::/tmp:/bin/sh\n")
-    kernel.mount("proc", f"{root}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    os.mkdir(f"{root}/tmp/.shm", 0o700)
-    os.chown(f"{root}/tmp/.shm", uid, gid)
-    kernel.mount(f"{root}/tmp/.shm", f"{root}/dev/shm", None, kernel.MS_BIND)  # shared memory counts as disk space
-    kernel.use_as_root(root)
-    read_only = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
-    kernel.mount(None, "/", None, read_only)
-    os.chdir("/tmp")
+    own = config["layers"][0]
+    upper = os.open(f"{own}/u", os.O_RDONLY | os.O_DIRECTORY)
+    lower = ":".join(f"{name}/u" for name in config["layers"][1:])
+    # Without `volatile`, each copy of a file to the own layer and each unmount waits for the disk.
+    options = f"lowerdir={lower},upperdir={own}/u,workdir={own}/w,userxattr,volatile"
+    kernel.mount("overlay", f"{own}/r", "overlay", 0, options)
+    os.chdir(f"{own}/r")
+    kernel.pivot_root()
+    for name in ("proc", "dev", "tmp", "etc", "run", "root", "var/tmp"):
+        os.makedirs(f"/{name}", exist_ok=True)
+    # While the old root is mounted, the kernel allows another /proc, and to bind from it.
+    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    kernel.mount("tmpfs", "/dev", "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k,nr_inodes=128")
+    for name in ("pts", "shm"):
+        os.mkdir(f"/dev/{name}")
+    kernel.mount("devpts", "/dev/pts", "devpts", kernel.MS_NOSUID, "newinstance,ptmxmode=0666,mode=0620")
+    size = config["limits"]["memory_bytes"]
+    kernel.mount("tmpfs", SHARED_MEMORY, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"mode=1777,size={size}")
+    for name, target in LINKS.items():
+        os.symlink(target, f"/dev/{name}")
+    for path, opened in shown:
+        _bind(path, opened)
+    kernel.unmount_old_root()
+    for folder in ("/tmp", "/var/tmp"):
+        with contextlib.suppress(PermissionError):  # an image's folder of a user that this machine has not
+            os.chmod(folder, 0o1777)
+    for path, text in config["files"].items():
+        _replace(path, text)
+    return upper
 
 
-def limit(config: dict[str, Any], folder: str) -> None:
+def _without_nested(paths: Iterable[str]) -> list[str]:
+    """Return the paths that exist, without those inside others."""
+    kept: list[str] = []
+    for path in sorted({os.path.normpath(path) for path in paths if os.path.exists(path)}, key=len):
+        if not any(path.startswith(f"{other}/") for other in kept):
+            kept.append(path)
+    return kept
+
+
+def _bind(path: str, opened: int) -> None:
+    source = f"/proc/self/fd/{opened}"
+    if os.path.isdir(source):
+        os.makedirs(path, exist_ok=True)
+    elif not os.path.exists(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+    kernel.mount(source, path, None, kernel.MS_BIND | kernel.MS_REC)
+    if path not in DEVICES:
+        kernel.make_read_only(path)
+    os.close(opened)
+
+
+def _replace(path: str, text: str) -> None:
+    """Write a file of the world, which an image may have as a link to nothing."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def protect_settings() -> None:
+    """Make the kernel's settings read-only."""
+    kernel.mount("/proc/sys", "/proc/sys", None, kernel.MS_BIND)
+    kernel.make_read_only("/proc/sys")
+
+
+def copy_layer(source: int, target: int) -> None:
+    """Copy a layer with owners, permissions, links and the marks of an overlay; `source` and `target` are folders.
+
+    Only by descriptors: programs that go on may put a link in the place of a folder.
+    """
+    first_names: dict[int, str] = {}  # of files with several
+    for path, inner, names, opened in os.fwalk(".", dir_fd=source):
+        into = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=target)
+        for name in (*inner, *names):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                _copy_entry(name, opened, into, first_names, f"{path}/{name}", target)
+        _copy_attributes(opened, into)
+        os.close(into)
+
+
+def _copy_entry(name: str, source: int, into: int, first_names: dict[int, str], path: str, target: int) -> None:
+    state = os.stat(name, dir_fd=source, follow_symlinks=False)
+    if stat.S_ISDIR(state.st_mode):
+        os.mkdir(name, 0o700, dir_fd=into)
+    elif stat.S_ISLNK(state.st_mode):
+        os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=into)
+        os.chown(name, state.st_uid, state.st_gid, dir_fd=into, follow_symlinks=False)
+    elif not stat.S_ISREG(state.st_mode):
+        os.mknod(name, state.st_mode, state.st_rdev, dir_fd=into)
+        os.chown(name, state.st_uid, state.st_gid, dir_fd=into, follow_symlinks=False)
+    elif state.st_nlink > 1 and state.st_ino in first_names:
+        os.link(first_names[state.st_ino], name, src_dir_fd=target, dst_dir_fd=into, follow_symlinks=False)
+    else:
+        first_names[state.st_ino] = path
+        _copy_file(name, source, into)
+
+
+def _copy_file(name: str, source: int, into: int) -> None:
+    reads = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=source)
+    writes = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=into)
+    while os.sendfile(writes, reads, None, 1 << 30):
+        pass
+    _copy_attributes(reads, writes)
+    os.close(reads)
+    os.close(writes)
+
+
+def _copy_attributes(source: int, target: int) -> None:
+    state = os.fstat(source)
+    os.fchown(target, state.st_uid, state.st_gid)
+    os.fchmod(target, stat.S_IMODE(state.st_mode))
+    for name in os.listxattr(source):
+        with contextlib.suppress(OSError):  # of another security module
+            os.setxattr(target, name, os.getxattr(source, name))
+    os.utime(target, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def limit(shown: list[str], folder: str) -> None:
     """Restrict this process to the files that it needs; this cannot be undone."""
     kernel.limit_files(
         [
-            *((path, kernel.LOOK) for path in (*SYSTEM, *config["visible"], "/proc", "/etc/passwd", "/etc/group")),
+            *((path, kernel.LOOK) for path in (*shown, "/proc", "/etc/passwd", "/etc/group")),
             *((path, kernel.READ_FILE | kernel.WRITE_FILE) for path in DEVICES),
             (SHARED_MEMORY, kernel.CHANGE_FILES),
             (folder, kernel.EVERYTHING),
@@ -95,26 +197,3 @@ def remove(path: str) -> None:
         for command in (["chmod", "-R", "u+rwx", path], ["rm", "-rf", "--", path]):
             with contextlib.suppress(OSError):
                 subprocess.run(command, capture_output=True, env={"PATH": "/usr/bin:/bin"})
-
-
-def _make_read_only(root: str) -> None:
-    """Make all mounts under the new root read-only, including nested mounts."""
-    with open("/proc/self/mountinfo", "rb") as table:
-        mounts = [(int(fields[0]), fields[4]) for fields in map(bytes.split, table)]
-    for number, field in mounts:
-        # Characters that would end a field are written as octal numbers.
-        point = os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), field))
-        if not point.startswith(f"{root}/") or point == f"{root}/tmp" or point.startswith(f"{root}/dev/"):
-            continue
-        try:
-            opened = os.open(point, os.O_PATH | os.O_NOFOLLOW)
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # below another mount, such as the new root
-        if kernel.mount_of(opened) == number:  # not below another mount that has the same path
-            # Flags that a mount has from its owner (no device files, ...) cannot be cleared by others.
-            flags = os.fstatvfs(opened).f_flag
-            kept = flags & (kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_NOATIME | kernel.MS_NODIRATIME)
-            kept |= kernel.MS_RELATIME if flags & 4096 else 0
-            change = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kept
-            kernel.mount(None, f"/proc/self/fd/{opened}", None, change)
-        os.close(opened)

@@ -14,19 +14,21 @@ import errno
 import os
 import platform
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from types import SimpleNamespace
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
-MS_NOATIME, MS_NODIRATIME, MS_RELATIME = 1024, 2048, 1 << 21
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+PR_CAPBSET_DROP = 24
 PR_SET_VMA = 0x53564D41
+_MOUNT_SETATTR, _HERE, _RECURSIVE = 442, -100, 0x8000
+_RDONLY, _NOSUID, _NODEV = 1, 2, 4
 SECCOMP_MODE_FILTER = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -49,16 +51,20 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
     _checked(_libc.mount(*args, ctypes.c_ulong(flags), data.encode() if data is not None else None), f"mount {target}")
 
 
-def mount_of(opened: int) -> int:
-    """Return the number in /proc/self/mountinfo of the mount that a file was opened on."""
-    with open(f"/proc/self/fdinfo/{opened}") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("mnt_id:"))
+def make_read_only(point: str) -> None:
+    """Make a mount and those below it read-only, without devices and without programs that change the user."""
+    attributes = struct.pack("=QQQQ", _RDONLY | _NOSUID | _NODEV, 0, 0, 0)
+    path, length = os.fsencode(point), ctypes.c_size_t(len(attributes))
+    _checked(_libc.syscall(_MOUNT_SETATTR, _HERE, path, _RECURSIVE, attributes, length), f"mount_setattr {point}")
 
 
-def use_as_root(folder: str) -> None:
-    """Make a mount point the root of this mount namespace, and unmount the old root."""
-    os.chdir(folder)
+def pivot_root() -> None:
+    """Make the current folder, a mount point, the root of this mount namespace; the old root stays, above it."""
     _checked(_libc.pivot_root(b".", b"."), "pivot_root")
+
+
+def unmount_old_root() -> None:
+    """Unmount the root before `pivot_root`, from the same current folder."""
     _checked(_libc.umount2(b".", MNT_DETACH), "umount")
     os.chdir("/")
 
@@ -135,8 +141,8 @@ def limit_files(allowed: list[tuple[str, int]]) -> None:
 # --- system call filter ---
 
 
-# io_uring_setup, the new way of mounting, landlock_create_ruleset, memfd_secret
-_COMMON = (425, 428, 429, 430, 431, 432, 433, 442, 444, 447)
+# io_uring_setup, the new way of mounting, memfd_secret
+_COMMON = (425, 428, 429, 430, 431, 432, 433, 442, 447)
 # By processor: `AUDIT_ARCH_*` of linux/audit.h, and the numbers of system calls.
 _MACHINES = {
     "x86_64": SimpleNamespace(
@@ -144,30 +150,36 @@ _MACHINES = {
         clone=56,
         prctl=157,
         fcntl=72,
+        prlimit=302,
         setsockopt=54,
         socket=41,
         socketpair=53,
         send_with_files=(46, 307),
-        # ptrace, mount, umount2, pivot_root, init_module, kexec_load, add_key, request_key, keyctl, unshare,
-        # perf_event_open, setns, process_vm_readv, process_vm_writev, finit_module, bpf, userfaultfd,
-        # memfd_create, shmget, msgget, semget, mq_open,
-        # splice, tee, vmsplice, sendfile, inotify_init1, fanotify_init, seccomp, inotify_init
-        denied=(101, 165, 166, 155, 175, 246, 248, 249, 250, 272, 298, 308, 310, 311, 313, 321, 323)
-        + (319, 29, 68, 64, 240)
-        + (275, 276, 278, 40, 294, 300, 317, 253),
+        # mount, umount2, pivot_root, init_module, kexec_load, add_key, request_key, keyctl, unshare, perf_event_open,
+        # setns, finit_module, bpf, userfaultfd, tee, vmsplice, fanotify_init, open_by_handle_at, kexec_file_load
+        denied=(165, 166, 155, 175, 246, 248, 249, 250, 272, 298) + (308, 313, 321, 323, 276, 278, 300, 304, 320),
+        # ptrace, process_vm_readv, process_vm_writev, memfd_create, shmget, msgget, semget, mq_open,
+        # splice, sendfile, inotify_init1, seccomp, inotify_init, landlock_create_ruleset
+        denied_outside=(101, 310, 311, 319, 29, 68, 64, 240) + (275, 40, 294, 317, 253, 444),
+        # chown, fchown, lchown, fchownat, setuid, setgid, setreuid, setregid, setgroups, setresuid, setresgid,
+        # setfsuid, setfsgid
+        faked=(92, 93, 94, 260, 105, 106, 113, 114, 116, 117, 119, 122, 123),
+        make_node=((133, 1), (259, 2)),
     ),
     "aarch64": SimpleNamespace(
         audit=0xC00000B7,
         clone=220,
         prctl=167,
         fcntl=25,
+        prlimit=261,
         setsockopt=208,
         socket=198,
         socketpair=199,
         send_with_files=(211, 269),
-        denied=(117, 40, 39, 41, 105, 104, 217, 218, 219, 97, 241, 268, 270, 271, 273, 280, 282)
-        + (279, 194, 186, 190, 180)
-        + (76, 77, 75, 71, 26, 262, 277),
+        denied=(40, 39, 41, 105, 104, 217, 218, 219, 97, 241) + (268, 273, 280, 282, 77, 75, 262, 265, 294),
+        denied_outside=(117, 270, 271, 279, 194, 186, 190, 180) + (76, 71, 26, 277, 444),
+        faked=(55, 54, 146, 144, 145, 143, 159, 147, 149, 151, 152),
+        make_node=((33, 2),),
     ),
 }
 _CLONE3 = 435
@@ -187,39 +199,46 @@ def can_filter() -> bool:
     return platform.machine() in _MACHINES
 
 
-def filter_system_calls(only_pairs: bool) -> None:
-    """Deny this process and its children the network and other kernel features. This cannot be undone.
+def filter_for_world(fake_owners: bool) -> None:
+    """Deny this process and its children, which see only a world, what could harm the kernel or takes memory uncounted.
 
     Args:
-        only_pairs: Whether to allow no sockets except connected pairs, which reach no other process, and no way to hide
-            them from the count. For programs that share the names of Unix sockets with the machine.
+        fake_owners: Whether to report success for changes of users and for device files, without making them. In a
+            namespace with a single user they would fail, and with them most package managers.
 
     Raises:
         OSError: The kernel rejects the filter.
     """
     machine = _MACHINES[platform.machine()]
-    namespaces = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
-    refused = (*machine.denied, *_COMMON, *(machine.send_with_files if only_pairs else ()))
+    lines = [_refused(machine.denied)]
+    if fake_owners:
+        success: _Line = (_RETURN, 0, 0, _ERRNO)
+        lines.append(chain.from_iterable(((_EQUAL, 0, 1, number), success) for number in machine.faked))
+        for number, argument in machine.make_node:
+            kind = (_AND, 0, 0, 0o170000)
+            lines.append(
+                _call(number, _argument(argument), kind, (_EQUAL, 1, 0, 0o020000), (_EQUAL, 0, 1, 0o060000), success)
+            )
+    _install(machine, chain.from_iterable(lines))
+
+
+def filter_outside_worlds() -> None:
+    """Deny this process and its children, which share namespaces with the machine, the network and other processes.
+
+    They have no sockets except connected pairs, which reach no other process, and no way to hide them or memory from
+    those who count it.
+
+    Raises:
+        OSError: The kernel rejects the filter.
+    """
+    machine = _MACHINES[platform.machine()]
     is_unix = (_argument(0), (_EQUAL, 1, 0, _UNIX), _NO_ACCESS)
     is_connected = (_argument(1), (_AND, 0, 0, _KIND), (_EQUAL, 2, 0, _STREAM), (_EQUAL, 1, 0, _SEQPACKET), _NO_ACCESS)
-    sockets = _call(machine.socket, *is_unix)
-    if only_pairs:
-        sockets = _call(machine.socket, _NO_ACCESS) + _call(machine.socketpair, *is_unix, *is_connected)
-    code: list[_Line] = [
-        (_LOAD, 0, 0, _ARCH),
-        (_EQUAL, 1, 0, machine.audit),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _NUMBER),
-        # The x32 numbers of x86_64 would bypass the filter.
-        *([(_AT_LEAST, 0, 1, 0x40000000), _REFUSE] if machine.audit == 0xC000003E else ()),
-        *chain.from_iterable(((_EQUAL, 0, 1, number), _REFUSE) for number in refused),
-        (_EQUAL, 0, 1, _CLONE3),  # its flags are invisible to a filter; the C library falls back to clone
-        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
-        *_call(machine.clone, _argument(0), (_ANY_BIT, 0, 1, namespaces), _REFUSE),
-        *_call(machine.fcntl, _argument(1), (_EQUAL, 0, 1, _F_SETPIPE_SZ), _REFUSE),
-        *_call(machine.setsockopt, _argument(2), (_EQUAL, 0, 1, _SO_SNDBUF), _REFUSE),
+    lines = [
+        _refused((*machine.denied, *machine.denied_outside, *machine.send_with_files)),
+        _call(machine.setsockopt, _argument(2), (_EQUAL, 0, 1, _SO_SNDBUF), _REFUSE),
         # The first two hide a process and its shared memory from the watcher, the last takes memory.
-        *_call(
+        _call(
             machine.prctl,
             _argument(0),
             (_EQUAL, 2, 0, PR_SET_DUMPABLE),
@@ -227,17 +246,42 @@ def filter_system_calls(only_pairs: bool) -> None:
             (_EQUAL, 0, 1, PR_SET_SECCOMP),
             _REFUSE,
         ),
-        *sockets,
+        _call(machine.socket, _NO_ACCESS),
+        _call(machine.socketpair, *is_unix, *is_connected),
+    ]
+    _install(machine, chain.from_iterable(lines))
+
+
+def _install(machine: SimpleNamespace, lines: Iterable[_Line]) -> None:
+    """Filter the system calls of this process and its children. This cannot be undone."""
+    namespaces = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+    code: list[_Line] = [
+        (_LOAD, 0, 0, _ARCH),
+        (_EQUAL, 1, 0, machine.audit),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        # The x32 numbers of x86_64 would bypass the filter.
+        *([(_AT_LEAST, 0, 1, 0x40000000), _REFUSE] if machine.audit == 0xC000003E else ()),
+        (_EQUAL, 0, 1, _CLONE3),  # its flags are invisible to a filter; the C library falls back to clone
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+        *_call(machine.clone, _argument(0), (_ANY_BIT, 0, 1, namespaces), _REFUSE),
+        *_call(machine.fcntl, _argument(1), (_EQUAL, 0, 1, _F_SETPIPE_SZ), _REFUSE),
+        # Of another process, such as the one that watches.
+        *_call(machine.prlimit, _argument(0), (_EQUAL, 1, 0, 0), _REFUSE),
+        *lines,
         _ALLOWED,
     ]
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
     # struct sock_fprog: a length, padding, a pointer
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code), ctypes.addressof(filters)))
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
     result = _libc.prctl(
         PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), ctypes.byref(program), ctypes.c_ulong(0), ctypes.c_ulong(0)
     )
     _checked(result, "seccomp")
+
+
+def _refused(numbers: Iterable[int]) -> Iterable[_Line]:
+    return chain.from_iterable(((_EQUAL, 0, 1, number), _REFUSE) for number in (*numbers, *_COMMON))
 
 
 def _argument(n: int) -> _Line:

@@ -1,10 +1,11 @@
-"""The processes of a sandboxed program: finds them, measures them and ends them."""
+"""The processes of untrusted programs: finds, limits and measures them, and ends them."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
+import resource
 import signal
 import stat
 import time
@@ -12,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
+from typing import Any
 
 from . import kernel
 
@@ -38,17 +40,10 @@ class Usage:
 
 
 class Members(ABC):
-    """The processes of a program.
-
-    Attributes:
-        parent: Process that started the program, and is not one of them.
-        program: First process of the program, once it is known.
-    """
+    """The processes of a program."""
 
     def __init__(self) -> None:
         """Read the capacity of a socket on this machine."""
-        self.parent: int | None = None
-        self.program: int | None = None
         # Twice the buffer: a message may start while one byte of it still fits.
         self._socket_bytes = 2 * 212_992
         with contextlib.suppress(OSError, ValueError), open("/proc/sys/net/core/wmem_default") as size:
@@ -57,20 +52,6 @@ class Members(ABC):
     @abstractmethod
     def pids(self) -> list[int]:
         """Return the ids of the live processes."""
-
-    def kill(self) -> None:
-        """End all processes and collect them."""
-        for _ in range(ROUNDS):
-            self._kill_once()
-            reap()
-            if not self.pids():
-                return
-            time.sleep(0.01)
-
-    def _kill_once(self) -> None:
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
 
     def usage(self, pids: Sequence[int], deadline: float) -> Usage:
         """Return the resources that processes use; some of them once the monotonic clock has passed the deadline."""
@@ -103,6 +84,14 @@ class OfNamespace(Members):
     def pids(self) -> list[int]:
         """Return the ids of the live processes."""
         return [pid for pid in _all() if pid != 1]
+
+    def usage(self, pids: Sequence[int], deadline: float) -> Usage:
+        """Return the resources that processes use; some of them once the monotonic clock has passed the deadline."""
+        used = super().usage(pids, deadline)
+        with contextlib.suppress(OSError), open("/proc/sysvipc/shm") as segments:  # they need no process
+            next(segments)
+            return Usage(used.memory + sum(int(line.split()[14]) for line in segments), used.unnamed)
+        return used
 
     def _sockets(self, seen: int) -> int:
         # Sockets in transit through another socket, or closed but still read from, are not open files.
@@ -142,6 +131,14 @@ class OfUser(Members):
             pass
         return super()._open_files(pid)
 
+    def kill(self) -> None:
+        """End all processes; their parents collect them."""
+        for _ in range(ROUNDS):
+            self._kill_once()
+            if not self.pids():
+                return
+            time.sleep(0.01)
+
     def _kill_once(self) -> None:
         # All at once, by a process of that user: killing one by one would lose against a fork bomb.
         helper = os.fork()
@@ -155,36 +152,30 @@ class OfUser(Members):
             os.waitpid(helper, 0)
 
 
-class OfParent(Members):
-    """All descendants of this process, which adopts their orphans."""
-
-    def _kill_once(self) -> None:
-        # The whole group at once: killing one by one would lose against a fork bomb.
-        if self.program is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.program, signal.SIGKILL)
-        super()._kill_once()
-
-    def pids(self) -> list[int]:
-        """Return the ids of the live processes."""
-        found = {pid: _status(pid) for pid in _all()}
-        parents = {pid: int(status["PPid"]) for pid, status in found.items() if status.get("State", "Z") != "Z"}
-        family = {os.getpid()}
-        while more := {pid for pid, parent in parents.items() if parent in family} - family:
-            family |= more
-        return sorted(family - {os.getpid(), self.parent})
+def tree_of(pid: int) -> list[int]:
+    """Return the live descendants of a process."""
+    found = {each: _status(each) for each in _all()}
+    parents = {each: int(status["PPid"]) for each, status in found.items() if status.get("State", "Z") != "Z"}
+    tree = {pid}
+    while more := {each for each, parent in parents.items() if parent in tree} - tree:
+        tree |= more
+    return sorted(tree - {pid})
 
 
-def reap() -> dict[int, int]:
-    """Collect ended children; return their exit codes by pid, negative for a signal."""
-    ended = {}
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            ended[pid] = os.waitstatus_to_exitcode(status)
-    return ended
+def limit_resources(limits: dict[str, Any]) -> None:
+    """Set the kernel's limits of this process, which its children inherit."""
+    for what, limit in (
+        (resource.RLIMIT_CPU, limits["cpu_s"]),
+        (resource.RLIMIT_AS, limits["address_space_bytes"]),
+        (resource.RLIMIT_FSIZE, limits["disk_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        most = resource.getrlimit(what)[1]
+        if limit is None or (most != resource.RLIM_INFINITY and limit > most):
+            limit = most
+        resource.setrlimit(what, (limit, limit))
 
 
 def _all() -> list[int]:

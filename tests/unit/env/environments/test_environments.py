@@ -73,7 +73,7 @@ async def test_agent_calculates_and_is_rewarded(factory):
 
 
 async def test_agent_runs_programs(factory):
-    sandbox = PythonSandbox(SandboxLimits(wall_s=4.0), unsafe=True)
+    sandbox = PythonSandbox(SandboxLimits(wall_s=4.0))
     programs = ["print(6 * 7)", "x = 1", "1 / 0", "import time\ntime.sleep(100)", "import os; os.kill(os.getpid(), 11)"]
     answers = [call("execute_python_code", code=code) for code in programs]
     environment = PythonEnvironment(factory(*answers, "42"), ExactMatchReward(), sandbox=sandbox)
@@ -94,11 +94,11 @@ async def test_a_program_that_waits_for_its_neighbors_is_not_late(factory, monke
         waits.set()
         await gate.wait()
         started()
-        return Execution("7", "exited", 0, "unsafe")
+        return Execution(b"7", b"", "exited", 0)
 
     monkeypatch.setattr(PythonSandbox, "run", run)
     answers = [call("execute_python_code", code="print(7)"), "done"]
-    sandbox = PythonSandbox(unsafe=True)
+    sandbox = PythonSandbox()
     environment = PythonEnvironment(factory(*answers), sandbox=sandbox, tool_timeout=60.0, episode_timeout=90.0)
     step = asyncio.ensure_future(environment.step(task()))
     await waits.wait()
@@ -110,10 +110,10 @@ async def test_a_program_that_waits_for_its_neighbors_is_not_late(factory, monke
 
 async def test_program_over_a_limit_is_told_its_size(factory, monkeypatch):
     async def run(sandbox, code, started):
-        return Execution("", code, None, "unsafe")
+        return Execution(b"", b"", code, None)
 
     monkeypatch.setattr(PythonSandbox, "run", run)
-    sandbox = PythonSandbox(SandboxLimits(memory_bytes=64 << 20, disk_bytes=32 << 20), unsafe=True)
+    sandbox = PythonSandbox(SandboxLimits(memory_bytes=64 << 20, disk_bytes=32 << 20))
     answers = [call("execute_python_code", code=ended) for ended in ("memory", "disk")]
     result = await PythonEnvironment(factory(*answers, "done"), sandbox=sandbox).step(task())
     assert tool_results(result) == [
@@ -123,7 +123,7 @@ async def test_program_over_a_limit_is_told_its_size(factory, monkeypatch):
 
 
 async def test_timed_out_episode_ends_its_program(factory, tmp_path):
-    sandbox = PythonSandbox(unsafe=True)
+    sandbox = PythonSandbox()
     code = "import time\nwhile True: time.sleep(0.01)"
     environment = PythonEnvironment(
         factory(call("execute_python_code", code=code), "done"), sandbox=sandbox, episode_timeout=1.5
@@ -131,26 +131,24 @@ async def test_timed_out_episode_ends_its_program(factory, tmp_path):
     result = await environment.step(task())
     assert result.termination_reason == TerminationReason.TIMEOUT
     deadline = time.monotonic() + 60
-    while running(os.getpid(), "/nowhere"):
+    while running(os.getpid()):
         assert time.monotonic() < deadline
 
 
 async def test_broken_sandbox_is_an_infrastructure_error(factory, monkeypatch):
-    sandbox = PythonSandbox(unsafe=True)
+    sandbox = PythonSandbox()
     answers = [call("execute_python_code", code="print(1)"), "done"]
     environment = PythonEnvironment(factory(*answers), ExactMatchReward(), sandbox=sandbox)
-    monkeypatch.setattr(sys, "executable", "/does/not/exist")
+    monkeypatch.setenv("STRANDS_ENV_WORLDS", "/dev/null")
     result = await environment.step(task("done"))
     assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
-    assert result.reward is None and "no process could be started" in (result.error or "")
+    assert result.reward is None and "/dev/null is not a folder" in (result.error or "")
 
 
 async def test_program_that_kills_its_sandbox_has_failed(factory):
     # Otherwise a policy could have its worst samples dropped, and would look better than it is.
     answers = [call("execute_python_code", code="import os; os.kill(os.getppid(), 9); print('on')"), "42"]
-    environment = PythonEnvironment(
-        factory(*answers), ExactMatchReward(), sandbox=PythonSandbox(unsafe=True, mode="unsafe")
-    )
+    environment = PythonEnvironment(factory(*answers), ExactMatchReward(), sandbox=PythonSandbox())
     result = await environment.step(task("41"))
     assert [status for status, _ in tool_results(result)] == ["error"]
     assert result.termination_reason == TerminationReason.TASK_COMPLETE
@@ -158,7 +156,7 @@ async def test_program_that_kills_its_sandbox_has_failed(factory):
 
 
 def test_environments_share_one_sandbox(factory):
-    first, second = (PythonEnvironment(factory(), unsafe=True) for _ in range(2))
+    first, second = (PythonEnvironment(factory()) for _ in range(2))
     assert first.sandbox is second.sandbox
 
 

@@ -1,0 +1,541 @@
+"""The first process of a world: enters the namespaces, builds the root, runs programs, and keeps their limits.
+
+It is a Python process that has imported all it needs before it enters the root, so it needs nothing of the image. It
+serves requests over the control socket: `execute`, `stop`, `read`, `write`, `pack`, `unpack`, `copy`. When it ends, the
+kernel ends all processes of the world. It ends when the socket closes or its owner is gone.
+
+Each program has a parent of its own, which adopts orphans: to end the program ends its whole tree, also what left its
+session. Programs in the background of one that exited by itself become children of the first process, and live on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import tarfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from . import file_system, kernel
+from .members import Members, OfNamespace, limit_resources, tree_of
+from .messages import receive, send, unchanged
+
+POLL_S = 0.05
+BACKGROUND_POLL_S = 0.5
+ROUNDS = 50  # most attempts to end a tree of processes
+CHUNK = 1 << 20
+ENTRIES_PER_CHECK = 20_000
+# What Docker leaves to root: no CAP_SYS_ADMIN, CAP_SYS_PTRACE, CAP_NET_ADMIN, CAP_SYS_RESOURCE, ...
+CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31})
+LAST_CAPABILITY = 63
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def start(
+    kind: type[FirstProcess], config: dict[str, Any], control: socket.socket, owner: int, files: list[int]
+) -> None:
+    """Fork the first process of a world; the owner receives a descriptor of it, or why there is none."""
+    try:
+        os.fchdir(files[0])  # the kernel finds the current folder again in new namespaces, but no other descriptor
+        shown = kind.prepare(config)
+        first = os.fork()
+        if first == 0:
+            try:
+                process = kind(config, shown, control, owner)
+                try:
+                    process.serve()
+                finally:
+                    process.close()
+            except OSError as error:
+                send(control, {"refused": str(error)})
+            finally:
+                os._exit(1)
+        send(control, {"process": True}, [os.pidfd_open(first)])
+    except OSError as error:
+        send(control, {"refused": str(error)})
+
+
+def _enter_namespaces(config: dict[str, Any]) -> None:
+    """Move to new namespaces, whose root this process can become."""
+    this = os.getpid()
+    go_reads, go_writes = os.pipe()
+    helper = os.fork()  # only a process outside of a user namespace may map users into it
+    if helper == 0:
+        try:
+            os.close(go_writes)
+            if os.read(go_reads, 1):
+                _map_users(this, config["users"])
+                os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(go_reads)
+    flags = kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWIPC | kernel.NEWUTS
+    if config["network"] != "host":
+        flags |= kernel.NEWNET
+    try:
+        kernel.unshare(flags)
+        os.write(go_writes, b"+")
+    finally:
+        os.close(go_writes)
+        mapped = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1]) == 0
+    if not mapped:
+        raise OSError(errno.EPERM, "the kernel maps no user into a user namespace")
+
+
+def _map_users(pid: int, users: list[int]) -> None:
+    if len(users) == 1:  # without privileges, only this process' own user, and no groups
+        _write(f"/proc/{pid}/setgroups", "deny")
+        _write(f"/proc/{pid}/uid_map", f"0 {os.geteuid()} 1")
+        _write(f"/proc/{pid}/gid_map", f"0 {os.getegid()} 1")
+        return
+    first, count = users
+    for kind in ("uid", "gid"):
+        _write(f"/proc/{pid}/{kind}_map", f"0 {first} {count}")
+
+
+@dataclass
+class Running:
+    """A program or a file operation: its number, its process, when it must end, and which limit it exceeded."""
+
+    number: int
+    pid: int
+    pidfd: int
+    deadline: float
+    ended: str | None = None
+
+
+class FirstProcess:
+    """Serves the requests of a world's owner."""
+
+    def __init__(
+        self, config: dict[str, Any], shown: list[tuple[str, int]], control: socket.socket, owner: int
+    ) -> None:
+        """Enter the world."""
+        self._config = config
+        self._limits = config["limits"]
+        self._control = control
+        self._owner = owner
+        os.umask(0o022)
+        upper, self._members = self._enter(shown)
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        self._disk = Disk(upper, self._limits["disk_bytes"])
+        self._running: dict[int, Running] = {}
+        self._next_check = 0.0
+        self._in_background = False
+        self._events = select.poll()
+        self._events.register(control, select.POLLIN)
+        self._events.register(owner, select.POLLIN)
+
+    @staticmethod
+    def prepare(config: dict[str, Any]) -> list[tuple[str, int]]:
+        """Enter namespaces as their root, for the next process; return what they show of the machine, opened."""
+        _enter_namespaces(config)
+        shown = file_system.open_shown(config["shown"])
+        if len(config["users"]) > 1:
+            os.setgroups([])
+        os.setresgid(0, 0, 0)
+        os.setresuid(0, 0, 0)
+        return shown
+
+    def _enter(self, shown: list[tuple[str, int]]) -> tuple[int, Members]:
+        """Enter the root; return a descriptor of the world's own layer, and what finds its processes."""
+        socket.sethostname(self._config["hostname"])
+        if self._config["network"] == "none":
+            _loopback_up()
+        upper = file_system.build(self._config, shown)
+        for name, value in (
+            ("user/max_user_namespaces", 0),  # nested, they would give all capabilities back
+            ("kernel/shmall", self._limits["memory_bytes"] >> 12),
+            ("kernel/msgmni", 32),
+        ):
+            _write(f"/proc/sys/{name}", str(value))
+        file_system.protect_settings()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # programs may not look into this process
+        return upper, OfNamespace()
+
+    def close(self) -> None:
+        """End all programs; those of a namespace end with its first process."""
+
+    def serve(self) -> None:
+        """Serve requests until the owner is gone."""
+        send(self._control, {"ready": True})
+        while True:
+            ready = dict(self._events.poll(self._pause_ms()))
+            if self._owner in ready:
+                return
+            if self._control.fileno() in ready:
+                request, files = receive(self._control)
+                if request is None:
+                    return
+                self._take(request, files)
+            self._collect()
+            if (self._running or self._in_background) and time.monotonic() >= self._next_check:
+                self._check()
+
+    def _pause_ms(self) -> float | None:
+        if not self._running and not self._in_background:
+            return None
+        deadlines = [one.deadline for one in self._running.values()]
+        return max(0.0, min(self._next_check, *deadlines, self._next_check) - time.monotonic()) * 1000
+
+    def _take(self, request: dict[str, Any], files: list[int]) -> None:
+        if request["do"] == "stop":
+            for one in list(self._running.values()):
+                if one.number == request["number"]:
+                    self._end(one, "stopped")
+            return
+        pid = os.fork()
+        if pid == 0:
+            self._control.close()
+            if request["do"] == "execute":
+                self._parent(request, files)
+            _file_operation(request, files[0], self._disk.upper, self._config["working_dir"])
+        for file in files:
+            os.close(file)
+        deadline = time.monotonic() + request["timeout_s"]
+        started = Running(request["number"], pid, os.pidfd_open(pid), deadline)
+        self._running[pid] = started
+        self._events.register(started.pidfd, select.POLLIN)
+        self._disk.allow_what_is_there()
+        self._next_check = time.monotonic() + POLL_S
+
+    def _collect(self) -> None:
+        """Collect ended processes, and report programs that ended."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                ended = self._running.pop(pid, None)
+                if ended is None:
+                    continue
+                self._in_background = True  # until the next check
+                self._events.unregister(ended.pidfd)
+                os.close(ended.pidfd)
+                code = os.waitstatus_to_exitcode(status)
+                send(self._control, {"number": ended.number, "ended": ended.ended or "exited", "code": code})
+
+    def _check(self) -> None:
+        """End what exceeds a limit."""
+        now = time.monotonic()
+        for one in list(self._running.values()):
+            if now >= one.deadline:
+                self._end(one, "timeout")
+        pids = self._members.pids()
+        ours = {one.pid for one in self._running.values()}
+        programs = [pid for pid in pids if pid not in ours]
+        self._in_background = bool(programs)
+        exceeded = self._exceeded_limit(programs)
+        if exceeded is not None:
+            for one in self._running.values():
+                one.ended = exceeded
+            self._end_all()
+        self._next_check = time.monotonic() + (POLL_S if self._running else BACKGROUND_POLL_S)
+
+    def _exceeded_limit(self, pids: list[int]) -> str | None:
+        if len(pids) > self._limits["processes"]:
+            return "processes"
+        used = self._members.usage(pids, time.monotonic() + 1.0)
+        if used.memory > self._limits["memory_bytes"]:
+            return "memory"
+        elsewhere = self._elsewhere()
+        is_full = self._disk.is_full(Space(used.unnamed + elsewhere.size, elsewhere.files))
+        return "disk" if is_full else None
+
+    def _end(self, one: Running, why: str) -> None:
+        """End a program with its whole tree."""
+        one.ended = one.ended or why
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one.pid, signal.SIGSTOP)  # otherwise orphans would leave it
+            for _ in range(ROUNDS):
+                left = tree_of(one.pid)
+                if not left:
+                    break
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            else:  # it forks faster than that
+                self._end_all()
+            os.kill(one.pid, signal.SIGKILL)
+
+    def _end_all(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # at once: a fork bomb is faster than a loop over its processes
+
+    def _watchers(self) -> int:
+        """Return how many processes the kernel counts with the programs: this one, and their parents."""
+        return len(self._running) + 2
+
+    def _elsewhere(self) -> Space:
+        """Return what programs have in memory that is a file, beside their own layer."""
+        state = os.statvfs(file_system.SHARED_MEMORY)
+        return Space((state.f_blocks - state.f_bfree) * state.f_frsize, 0)
+
+    # --- programs ---
+
+    def _parent(self, request: dict[str, Any], files: list[int]) -> NoReturn:
+        """Start a program, adopt its orphans, and exit as it does."""
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        program = os.fork()
+        if program == 0:
+            try:
+                self._become_program(request, files)
+            except (OSError, ValueError, LookupError) as error:
+                os.write(2, f"{error}\n".encode())
+            finally:
+                os._exit(126)
+        for file in files:
+            os.close(file)
+        pid, status = os.wait()
+        while pid != program:
+            pid, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code if code >= 0 else signal.SIGKILL)
+
+    def _become_program(self, request: dict[str, Any], files: list[int]) -> NoReturn:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        with contextlib.suppress(OSError):
+            _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, the kernel ends this process first
+        limit_resources({**self._limits, "processes": self._limits["processes"] + self._watchers()})
+        home = self._confine(request)
+        os.chdir(request["folder"] or self._config["working_dir"])
+        environment = {"PATH": PATH, "HOME": home, "LANG": "C.UTF-8", **self._config["environment"]}
+        environment.update(request["environment"])
+        arguments = request["command"]
+        if isinstance(arguments, str):
+            shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
+            arguments = [shell, "-c", arguments]
+        os.execvpe(arguments[0], arguments, environment)
+
+    def _confine(self, request: dict[str, Any]) -> str:
+        """Take away what the program must not have, and become its user; return its home folder."""
+        user = find_user(request["user"])
+        is_only_user = len(self._config["users"]) == 1
+        if kernel.can_filter():
+            kernel.filter_for_world(fake_owners=is_only_user)
+        kept = CAPABILITIES if request["privileges"] else frozenset()
+        for capability in range(LAST_CAPABILITY + 1):
+            if capability not in kept:
+                with contextlib.suppress(OSError):  # the kernel does not know it
+                    kernel.prctl(kernel.PR_CAPBSET_DROP, capability)
+        if not request["privileges"]:
+            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        if not is_only_user:
+            os.setgroups(user.groups)
+            os.setresgid(user.gid, user.gid, user.gid)
+            os.setresuid(user.uid, user.uid, user.uid)
+        return user.home
+
+
+@dataclass(frozen=True)
+class User:
+    """A user of the world."""
+
+    uid: int
+    gid: int
+    home: str
+    groups: list[int]
+
+
+def find_user(wanted: str) -> User:
+    """Return a user by name or number, as the world's own files describe it.
+
+    Raises:
+        LookupError: There is no user of that name.
+    """
+    name, _, group = wanted.partition(":")
+    found = next((one for one in _entries("/etc/passwd", 7) if name in (one[0], one[2])), None)
+    if found is not None:
+        name, uid, gid, home = found[0], int(found[2]), int(found[3]), found[5]
+    elif name.isdigit():
+        uid, gid, home = int(name), int(name), "/"
+    elif name == "root":
+        uid, gid, home = 0, 0, "/root"
+    else:
+        raise LookupError(f"the world has no user {name}")
+    groups = list(_entries("/etc/group", 4))
+    if group:
+        gids = [int(one[2]) for one in groups if group == one[0]]
+        if not gids and not group.isdigit():
+            raise LookupError(f"the world has no group {group}")
+        gid = gids[0] if gids else int(group)
+    member_of = [int(one[2]) for one in groups if name in one[3].split(",")]
+    return User(uid, gid, home, [gid, *member_of][:32])
+
+
+def _entries(path: str, fields: int) -> Iterator[list[str]]:
+    with contextlib.suppress(OSError), open(path, errors="replace") as lines:
+        for line in lines:
+            entry = line.rstrip("\n").split(":")
+            if len(entry) >= fields and entry[2].isdigit():
+                yield entry
+
+
+# --- files ---
+
+
+def _file_operation(request: dict[str, Any], file: int, upper: int, working_dir: str) -> NoReturn:
+    """Do it and exit with 0, or with the number of the error."""
+    code = errno.EIO
+    try:
+        os.chdir(working_dir)
+        {"read": _read, "write": _write_file, "pack": _pack, "unpack": _unpack, "copy": _copy}[request["do"]](
+            request, file, upper
+        )
+        code = 0
+    except OSError as error:
+        code = error.errno or errno.EIO
+    except tarfile.TarError:
+        code = errno.EBADMSG
+    finally:
+        os._exit(code)
+
+
+def _read(request: dict[str, Any], file: int, upper: int) -> None:
+    opened = os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
+    state = os.fstat(opened)
+    if stat.S_ISDIR(state.st_mode):
+        raise IsADirectoryError(errno.EISDIR, request["path"])
+    left = request["most"]
+    if state.st_size > left:
+        raise OSError(errno.EFBIG, request["path"])
+    while chunk := os.read(opened, CHUNK):
+        left -= len(chunk)
+        if left < 0:
+            raise OSError(errno.EFBIG, request["path"])
+        _write_all(file, chunk)
+
+
+def _write_file(request: dict[str, Any], file: int, upper: int) -> None:
+    path = request["path"]
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
+    while chunk := os.read(file, CHUNK):
+        _write_all(opened, chunk)
+
+
+def _pack(request: dict[str, Any], file: int, upper: int) -> None:
+    with os.fdopen(file, "wb") as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
+        archive.add(request["path"], arcname=request["name"])
+
+
+def _unpack(request: dict[str, Any], file: int, upper: int) -> None:
+    os.makedirs(request["path"], exist_ok=True)
+    with os.fdopen(file, "rb") as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        archive.extraction_filter = unchanged
+        for member in archive:
+            archive.extract(member, request["path"], numeric_owner=True)
+
+
+def _copy(request: dict[str, Any], file: int, upper: int) -> None:
+    """Copy the world's own layer to a folder outside, which `file` is."""
+    file_system.copy_layer(upper, file)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
+
+
+@dataclass(frozen=True)
+class Space:
+    """A size in bytes and a number of files."""
+
+    size: int
+    files: int
+
+    def __add__(self, other: Space) -> Space:
+        """Return the sum."""
+        return Space(self.size + other.size, self.files + other.files)
+
+    def exceeds(self, other: Space) -> bool:
+        """Return whether one of the two is larger."""
+        return self.size > other.size or self.files > other.files
+
+
+class Disk:
+    """What a world's own layer takes, measured when the file system has lost as much as the world may still take.
+
+    Attributes:
+        upper: The layer's folder, opened before the root changed.
+    """
+
+    def __init__(self, upper: int, most: int) -> None:
+        """Begin with an empty layer."""
+        self.upper = upper
+        self._most = Space(most, file_system.most_files(most))
+        self._allowed = self._most
+        self._taken = Space(0, 0)
+        self._free = self._free_before = self._free_now()
+        self._walk: Iterator[Space] | None = None
+
+    def allow_what_is_there(self) -> None:
+        """Let a program run in a full layer, so that it can remove files; but not in one that is twice too full."""
+        self._allowed = self._most
+        if self._taken.exceeds(self._most):
+            self._allowed = Space(2 * self._most.size, 2 * self._most.files)
+
+    def is_full(self, elsewhere: Space) -> bool:
+        """Return whether the layer takes too much, together with files that are elsewhere."""
+        free = self._free_now()
+        lost = Space(max(0, self._free.size - free.size), max(0, self._free.files - free.files))
+        if self._walk is None:
+            if not (self._taken + lost + elsewhere).exceeds(self._allowed):
+                return False
+            self._walk, self._free_before = _measured(self.upper), free
+        found = Space(0, 0)
+        for found in itertools.islice(self._walk, ENTRIES_PER_CHECK):
+            if (found + elsewhere).exceeds(self._allowed):
+                self._taken, self._walk = found, None
+                return True
+        if next(self._walk, None) is None:
+            self._taken, self._free, self._walk = found, self._free_before, None
+        return False
+
+    def _free_now(self) -> Space:
+        state = os.fstatvfs(self.upper)
+        return Space(state.f_bfree * state.f_frsize, state.f_ffree)
+
+
+def _measured(folder: int) -> Iterator[Space]:
+    """Yield the size in bytes and the number of the files in a folder, each time including the next one."""
+    size = files = 0
+    for _, _, names, opened in os.fwalk(".", dir_fd=folder):
+        state = os.fstat(opened)
+        size, files = size + state.st_blocks * 512, files + 1
+        yield Space(size, files)
+        for name in names:
+            with contextlib.suppress(OSError):
+                state = os.stat(name, dir_fd=opened, follow_symlinks=False)
+                size, files = size + state.st_blocks * 512, files + 1
+                yield Space(size, files)
+
+
+def _loopback_up() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        up_and_running = 1 | 64
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", up_and_running))
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)

@@ -1,0 +1,87 @@
+"""A world without namespaces, for root in most containers: programs of another user, confined by Landlock.
+
+Each world takes a uid that no one else has. Its programs can open Python, the system's libraries, /proc, their folder
+and /dev/shm, and no other file. They cannot signal, trace or inspect other processes. A system call filter allows no
+sockets except connected pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from typing import Any
+
+from . import file_system, kernel
+from .first_process import FirstProcess, Space
+from .members import Members, OfUser
+
+USERS_OF_WORLDS = 1 << 16  # of the spare users; the others are for worlds without namespaces
+
+
+class OtherUser(FirstProcess):
+    """Serves the requests of a world's owner, without namespaces."""
+
+    @staticmethod
+    def prepare(config: dict[str, Any]) -> list[tuple[str, int]]:
+        """Enter nothing."""
+        return []
+
+    def _enter(self, shown: list[tuple[str, int]]) -> tuple[int, Members]:
+        config = self._config
+        if len(config["users"]) == 1:
+            raise OSError("there is no spare user")
+        if not kernel.can_filter():
+            raise OSError("there is no system call filter for this processor")
+        if kernel.landlock_version() < 1:
+            raise OSError("the kernel has no Landlock")
+        first, count = config["users"]
+        self._uid = first + (USERS_OF_WORLDS + os.getpid()) % count
+        own = f"{config['layers'][0]}/u"
+        os.chown(config["layers"][0], self._uid, self._uid)
+        os.chown(own, self._uid, self._uid)
+        config["working_dir"] = os.path.realpath(own)
+        self._programs = OfUser(self._uid)
+        return os.open(own, os.O_RDONLY | os.O_DIRECTORY), self._programs
+
+    def _confine(self, request: dict[str, Any]) -> str:
+        os.setgroups([])
+        os.setresgid(self._uid, self._uid, self._uid)
+        os.setresuid(self._uid, self._uid, self._uid)
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        file_system.limit(self._config["shown"], self._config["working_dir"])
+        kernel.filter_outside_worlds()
+        return str(self._config["working_dir"])
+
+    def _watchers(self) -> int:
+        return 0  # of another user
+
+    def _end_all(self) -> None:
+        self._programs.kill()
+
+    def _elsewhere(self) -> Space:
+        """Return what the programs' files in /dev/shm take, the one shared folder that they may write to."""
+        states = [os.lstat(path) for path in _shared_memory_of(self._uid)]
+        return Space(sum(state.st_blocks * 512 for state in states), len(states))
+
+    def close(self) -> None:
+        """End all programs, and remove what they left outside of their folder."""
+        self._programs.kill()
+        for path in _shared_memory_of(self._uid):
+            file_system.remove(path)
+
+
+def _shared_memory_of(uid: int) -> list[str]:
+    """Return the files of a program's user in /dev/shm, the one shared folder that it may write to."""
+    found = []
+    folders = [file_system.SHARED_MEMORY]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    state = entry.stat(follow_symlinks=False)
+                    if state.st_uid == uid:
+                        found.append(entry.path)
+                    elif stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_IXOTH:
+                        folders.append(entry.path)
+    return found
