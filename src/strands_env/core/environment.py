@@ -37,6 +37,7 @@ from strands.handlers.callback_handler import PrintingCallbackHandler
 from strands.hooks import HookOrder, HookProvider, HookRegistry
 from strands.hooks.events import AfterModelCallEvent, BeforeModelCallEvent, BeforeToolCallEvent
 from strands.models.model import Model
+from strands.sandbox import Sandbox
 from strands.telemetry.metrics import EventLoopMetrics
 from strands.tools import ToolProvider
 from strands.types.content import ContentBlock, Message
@@ -444,6 +445,13 @@ class Environment(Identified):
         """
         return []
 
+    def get_sandbox(self) -> Sandbox | None | Awaitable[Sandbox | None]:
+        """Return where tools run commands and keep files; None for this machine. Called after `reset`.
+
+        Strands' own tools (`shell`, `file_editor`, `python_repl`) run there, and it may add tools of its own.
+        """
+        return None
+
     async def reset(self) -> None:
         """Prepare an episode. Called at the start of every step and of every retry."""
 
@@ -550,6 +558,7 @@ class Environment(Identified):
         with _new_trajectory(model) as episode.trajectory:
             tools = list(await maybe_await(self.get_tools()))
             hooks = [episode.hooks, *await maybe_await(self.get_hooks())]
+            sandbox = await maybe_await(self.get_sandbox())
             if isinstance(model, SGLangModel):
                 hooks.append(model.hooks)  # records what the agent keeps of each response
             system = [text for text in (self.system_prompt, *episode.conversation.system) if text]
@@ -565,6 +574,7 @@ class Environment(Identified):
                     callback_handler=PrintingCallbackHandler() if self.verbose else None,
                     conversation_manager=NullConversationManager(),
                     retry_strategy=None,
+                    sandbox=sandbox,
                 )
 
             # Tool providers connect while the agent is created, which may block.

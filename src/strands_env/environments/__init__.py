@@ -6,6 +6,7 @@ from .calculator import ArithmeticExpressionError, CalculatorEnvironment, calcul
 from .mcp import MCPEnvironment
 from .mcp_servers import MCPServersEnvironment
 from .python import PythonEnvironment, python_tool
+from .world import WorldEnvironment, WorldSandbox
 
 __all__ = [
     "AgentCoreCodeEnvironment",
@@ -15,6 +16,8 @@ __all__ = [
     "MCPEnvironment",
     "MCPServersEnvironment",
     "PythonEnvironment",
+    "WorldEnvironment",
+    "WorldSandbox",
     "calculator",
     "evaluate",
     "python_tool",

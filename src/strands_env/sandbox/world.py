@@ -37,8 +37,8 @@ GRACE_S = 15.0  # most time beyond its limit that a program may take to end
 FILE_S = 600.0
 CHUNK = 1 << 16
 OPTIONS_BYTES = 4_000  # of a mount: a page
-NO_FILES: Mapping[str, str] = {"/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n"}
-BASE_FILES: Mapping[str, str] = {
+FIRST_FILES: Mapping[str, str] = {
+    "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
     "/etc/passwd": "root:x:0:0::/root:/bin/sh\nnobody:x:65534:65534::/:/bin/sh\n",
     "/etc/group": "root:x:0:\nnogroup:x:65534:\n",
 }
@@ -194,6 +194,7 @@ class World:
         self._stopping: set[asyncio.Task[None]] = set()
         self._control: socket.socket | None = None
         self._own: Layer | None = None
+        self._was_started = False
 
     async def __aenter__(self) -> World:
         """Start the world."""
@@ -204,17 +205,18 @@ class World:
         await self.stop()
 
     async def start(self) -> World:
-        """Start the world.
+        """Start the world, once.
 
         Returns:
             This world.
 
         Raises:
             SandboxUnavailableError: The machine does not allow it; the message says which step was refused.
-            SandboxError: It is running already.
+            SandboxError: It was started already.
         """
-        if self._own is not None:
-            raise SandboxError("the world is running already")
+        if self._was_started:
+            raise SandboxError("a world starts once: make another")
+        self._was_started = True
         self._loop = asyncio.get_running_loop()
         try:
             await _in_thread(_sweep_once, await _in_thread(folder), os.getpid())
@@ -244,7 +246,7 @@ class World:
             "network": self.network,
             "hostname": "world",
             "shown": [in_utf8(path) for path in shown],
-            "files": {**NO_FILES, **(BASE_FILES if self.image.shows_machine else {})},
+            "files": {} if self.image.layers else dict(FIRST_FILES),
             "limits": asdict(self.limits),
             "environment": self.env,
             "working_dir": self.image.working_dir,
@@ -268,6 +270,7 @@ class World:
 
     async def _stop(self) -> None:
         await self._end_processes()
+        self.image = replace(self.image, layers=())  # lets go of them
         own, self._own = self._own, None
         if own is not None:
             await _in_thread(own.discard)
@@ -290,8 +293,9 @@ class World:
             finally:
                 self._loop.remove_reader(process)
                 os.close(process)
-        for output in list(self._outputs):
+        for output in self._outputs:
             output.close()
+        self._outputs.clear()
 
     def _fail(self, error: SandboxError) -> None:
         waited_for: list[asyncio.Future[Any]] = [self._ready, *self._waiting.values()]
@@ -542,8 +546,8 @@ class World:
     async def snapshot(self, *, keep_programs: bool = False) -> Image:
         """Return the world's files as they are, for other worlds to begin with.
 
-        Processes are not part of it. The world's own layer becomes read-only, and the world goes on with a new one. That
-        ends programs in the background.
+        Processes are not part of it. The world's own layer becomes read-only, and the world goes on with a new one, which
+        ends background programs.
 
         Args:
             keep_programs: Whether programs go on; then the layer is copied, which takes as long as its size demands.

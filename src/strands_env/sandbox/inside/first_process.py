@@ -426,7 +426,10 @@ def _read(request: dict[str, Any], file: int, upper: int) -> None:
 
 def _write_file(request: dict[str, Any], file: int, upper: int) -> None:
     path = request["path"]
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, path) from None
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
     while chunk := os.read(file, CHUNK):
         _write_all(opened, chunk)

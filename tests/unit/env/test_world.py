@@ -1,0 +1,459 @@
+"""Worlds: files, programs, limits, snapshots and forks, as root and as an ordinary user."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+import strands_env
+from strands_env.sandbox import (
+    WORLD_LIMITS,
+    SandboxError,
+    World,
+    available_modes,
+)
+from support.processes import running
+
+SMALL = replace(WORLD_LIMITS, memory_bytes=300 << 20, disk_bytes=32 << 20, processes=40, output_bytes=100_000)
+IS_ROOT = os.geteuid() == 0
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch):
+    """Provide the folder of this test's worlds; at the end, check that no files and no processes are left."""
+    path = tempfile.mkdtemp(prefix="test-world-")
+    os.chmod(path, 0o755)
+    monkeypatch.setenv("STRANDS_ENV_WORLDS", f"{path}/worlds")
+    yield Path(path)
+    deadline = time.monotonic() + 60
+    while left := running(os.getpid()):
+        assert time.monotonic() < deadline, left
+    layers = Path(path, "worlds")
+    if layers.exists():
+        while left := [name for name in os.listdir(layers) if name != "lock" and not name.startswith("i-")]:
+            assert time.monotonic() < deadline, left
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+async def world():
+    async with World(limits=SMALL) as started:
+        yield started
+
+
+# --- programs ---
+
+
+async def test_a_program_has_its_user_folder_variables_and_input(world):
+    command = 'id -u; pwd; echo "$GREETING $HOME"; cat; echo wrong >&2; exit 3'
+    ran = await world.execute(command, working_dir="/tmp", env={"GREETING": "hello"}, stdin=b"given\n")
+    assert ran.stdout == b"0\n/tmp\nhello /root\ngiven\n"
+    assert (ran.stderr, ran.ended, ran.exit_code) == (b"wrong\n", "exited", 3)
+
+
+async def test_a_program_may_be_a_list_without_a_shell(world):
+    assert (await world.execute(["echo", "$HOME", "a b"])).stdout == b"$HOME a b\n"
+
+
+async def test_output_comes_while_the_program_runs(world):
+    pieces = []
+    await world.execute("echo a; echo b >&2; echo c", on_output=lambda stream, data: pieces.append((stream, data)))
+    assert b"".join(data for stream, data in pieces if stream == "stdout") == b"a\nc\n"
+    assert ("stderr", b"b\n") in pieces
+
+
+async def test_a_program_in_the_background_lives_on_and_may_still_write(world):
+    await world.execute("(while true; do echo on; sleep 0.01; done) & echo $! > /tmp/pid")
+    ran = await world.execute("sleep 0.2; kill -0 $(cat /tmp/pid) && echo alive; kill $(cat /tmp/pid)")
+    assert ran.stdout == b"alive\n"
+
+
+async def test_a_time_limit_ends_the_whole_tree(world):
+    command = "(setsid sleep 1000 &) ; setsid -w sh -c 'sleep 1000'"
+    ran = await world.execute(command, timeout_s=0.5)
+    assert (ran.ended, ran.exit_code) == ("timeout", None)
+    assert (await world.execute("grep -l sleep /proc/[0-9]*/comm")).stdout == b""
+
+
+async def test_a_cancelled_program_is_ended_before_the_cancellation_continues(world):
+    running_long = asyncio.ensure_future(world.execute("touch /tmp/on; setsid -w sleep 1000"))
+    while (await world.execute("test -e /tmp/on")).exit_code:
+        pass
+    running_long.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running_long
+    assert (await world.execute("grep -l sleep /proc/[0-9]*/comm")).stdout == b""
+
+
+async def test_too_much_output_ends_the_program(world):
+    ran = await world.execute("yes")
+    assert (ran.ended, len(ran.stdout)) == ("output", SMALL.output_bytes)
+
+
+LIMITS = {
+    "memory": "python3 -c 'x = bytearray(b\"1\" * (400 << 20)); import time; time.sleep(100)'",
+    "disk": "for n in 1 2 3 4; do head -c 20000000 /dev/zero > /tmp/$n; done; sleep 100",
+    "processes": "for n in $(seq 100); do sleep 100 & done; wait",
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+async def test_a_program_over_a_limit_is_ended_and_its_neighbors_go_on(world, limit):
+    async with World(limits=SMALL) as other:
+        neighbor = asyncio.ensure_future(other.execute("sleep 1; echo done"))
+        ran = await world.execute(LIMITS[limit], timeout_s=20)
+        assert ran.ended == limit or (limit == "processes" and b"Resource temporarily unavailable" in ran.stderr)
+        assert (await neighbor).stdout == b"done\n"
+    await world.execute("kill -9 -1")
+    assert (await world.execute("rm -f /tmp/*; echo usable")).stdout == b"usable\n"
+
+
+async def test_inodes_are_limited(world):
+    ran = await world.execute("python3 -c 'import os\nfor n in range(10**7): os.mkdir(f\"/tmp/d{n}\")'")
+    assert ran.ended == "disk"
+
+
+async def test_a_file_larger_than_the_limit_cannot_be_made(world):
+    ran = await world.execute("fallocate -l 20G /tmp/big; truncate -s 20G /tmp/sparse; ls -s /tmp")
+    assert ran.exit_code != 0 or b"too large" in ran.stderr or b"exceeded" in ran.stderr
+
+
+async def test_the_events_of_the_owner_do_not_wait_for_worlds():
+    longest = 0.0
+
+    async def tick():
+        nonlocal longest
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.perf_counter() - before)
+
+    ticking = asyncio.ensure_future(tick())
+    worlds = [World(limits=SMALL) for _ in range(20)]
+    await asyncio.gather(*(each.start() for each in worlds))
+    await asyncio.gather(*(each.execute("head -c 90000 /dev/zero") for each in worlds))
+    await asyncio.gather(*(each.fork(1) for each in worlds[:1]))
+    for each in await worlds[0].fork(1):
+        await each.stop()
+    await asyncio.gather(*(each.stop() for each in worlds))
+    ticking.cancel()
+    assert longest < 1.0
+
+
+# --- files ---
+
+
+async def test_files_go_in_and_out(world, tmp_path):
+    content = os.urandom(200_000)
+    await world.write("/a/b/c", content)
+    assert await world.read("/a/b/c") == content
+    source = tmp_path / "source"
+    (source / "inner").mkdir(parents=True)
+    (source / "inner" / "file").write_bytes(content)
+    (source / "link").symlink_to("/etc/passwd")
+    (source / "run").write_text("#!/bin/sh\necho ran\n")
+    (source / "run").chmod(0o755)
+    await world.put(source, "/work/copy")
+    ran = await world.execute("/work/copy/run; readlink /work/copy/link; stat -c %u /work/copy/run")
+    assert ran.stdout == b"ran\n/etc/passwd\n0\n"
+    await world.get("/work/copy", tmp_path / "back")
+    assert (tmp_path / "back" / "inner" / "file").read_bytes() == content
+    assert not (tmp_path / "back" / "link").is_symlink()  # it leads out of the copy
+
+
+FAILURES = {
+    "read /nothing": (FileNotFoundError, lambda world, path: world.read("/nothing")),
+    "read a folder": (IsADirectoryError, lambda world, path: world.read("/tmp")),
+    "write a folder": (IsADirectoryError, lambda world, path: world.write("/tmp", b"")),
+    "write below a file": (NotADirectoryError, lambda world, path: world.write("/etc/passwd/x", b"")),
+    "write to the machine": (OSError, lambda world, path: world.write("/usr/bin/x", b"")),
+    "put nothing": (FileNotFoundError, lambda world, path: world.put(path / "nothing", "/x")),
+    "get nothing": (FileNotFoundError, lambda world, path: world.get("/nothing", path / "x")),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+async def test_a_file_that_cannot_be_reached_is_the_error_of_open(world, tmp_path, what):
+    kind, fail = FAILURES[what]
+    with pytest.raises(kind) as raised:
+        await fail(world, tmp_path)
+    assert raised.value.errno
+    assert (await world.execute("echo usable")).stdout == b"usable\n"
+
+
+async def test_a_file_of_twenty_gigabytes_is_not_read(world, tmp_path):
+    async with World(limits=replace(SMALL, disk_bytes=1 << 40)) as large:
+        await large.execute("truncate -s 20G /big")
+        for ask in (large.read("/big"),):
+            with pytest.raises(OSError) as raised:
+                await ask
+            assert raised.value.errno == errno.EFBIG
+
+
+async def test_a_pipe_or_a_device_does_not_block_a_read(world):
+    await world.execute("mkfifo /pipe")
+    assert await world.read("/pipe") == b""
+    with pytest.raises(OSError) as raised:
+        await world.read("/dev/zero")
+    assert raised.value.errno == errno.EFBIG
+
+
+LINKS = {
+    "a link to a file": "ln -s {outside} /out/link",
+    "a link to a folder, and a file in it": "ln -s {folder} /out/d && echo bad > /out/file",
+    "a device": "mkfifo /out/pipe",
+    "a program that changes the user": "cp /bin/sh /out/sh && chmod 6755 /out/sh",
+}
+
+
+@pytest.mark.parametrize("way", LINKS)
+async def test_a_copy_from_the_world_stays_below_its_target(world, tmp_path, way):
+    outside = tmp_path / "outside" / "secret"
+    outside.parent.mkdir()
+    outside.write_text("untouched")
+    await world.execute("mkdir /out; " + LINKS[way].format(outside=outside, folder=outside.parent))
+    await world.get("/out", tmp_path / "copy")
+    assert outside.read_text() == "untouched" and os.listdir(outside.parent) == ["secret"]
+    for path in (tmp_path / "copy").rglob("*"):
+        assert not path.is_symlink() and not path.is_fifo() and not path.stat().st_mode & 0o6000
+
+
+# --- snapshots ---
+
+
+async def test_a_fork_has_the_files_of_its_parent_and_its_own_from_then_on(world):
+    await world.execute("echo one > /tmp/kept; echo two > /tmp/removed; mkdir -p /tmp/dir/old")
+    first, second = await world.fork(2)
+    try:
+        await first.execute("rm /tmp/removed; rm -r /tmp/dir; mkdir /tmp/dir; echo more >> /tmp/kept")
+        assert (
+            await first.execute("cat /tmp/kept; ls /tmp /tmp/dir")
+        ).stdout == b"one\nmore\n/tmp:\ndir\nkept\n\n/tmp/dir:\n"
+        for other in (world, second):
+            assert (await other.execute("cat /tmp/kept /tmp/removed; ls /tmp/dir")).stdout == b"one\ntwo\nold\n"
+        assert first.limits == world.limits
+    finally:
+        await asyncio.gather(first.stop(), second.stop())
+
+
+async def test_a_snapshot_outlives_its_world():
+    async with World(limits=SMALL) as first:
+        await first.execute("echo kept > /tmp/file")
+        image = await first.snapshot()
+    for _ in range(2):
+        async with World(image, limits=SMALL) as later:
+            assert (await later.execute("cat /tmp/file; rm /tmp/file")).stdout == b"kept\n"
+
+
+async def test_programs_go_on_when_their_files_are_copied(world):
+    await world.execute(
+        "echo on > /tmp/a; ln /tmp/a /tmp/b; ln -s a /tmp/c; mkfifo /tmp/d; chmod 600 /tmp/a; rm -f /etc/group; "
+        "rm -r /var/tmp; mkdir /var/tmp; (sleep 1000 &)"
+    )
+    image = await world.snapshot(keep_programs=True)
+    look = "cat /tmp/a; stat -c '%h %a %F' /tmp/*; test -e /etc/group || echo gone"
+    async with World(image, limits=SMALL) as copy:
+        copied = await copy.execute(look)
+        assert copied.stdout == (await world.execute(look)).stdout
+        assert b"2 600 regular file" in copied.stdout
+        assert (await copy.execute("grep -l sleep /proc/[0-9]*/comm")).stdout == b""
+    assert (await world.execute("grep -l sleep /proc/[0-9]*/comm")).exit_code == 0
+
+
+async def test_a_snapshot_ends_programs_only_if_none_is_waited_for(world):
+    started = asyncio.ensure_future(world.execute("touch /tmp/on; sleep 1000"))
+    while (await world.execute("test -e /tmp/on")).exit_code:
+        pass
+    with pytest.raises(SandboxError, match="keep_programs=True"):
+        await world.snapshot()
+    started.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await started
+
+
+async def test_many_snapshots_one_above_the_other(world):
+    for number in range(40):
+        await world.execute(f"echo {number} > /tmp/{number}; rm -f /tmp/{number - 2}")
+        await world.snapshot()
+    assert (await world.execute("ls /tmp")).stdout == b"38\n39\n"
+
+
+# --- ends ---
+
+
+async def test_a_world_that_ended_says_so(world):
+    for kill in ("kill -9 -1", "kill -9 1"):
+        await world.execute(kill)
+    assert (await world.execute("echo alive")).stdout == b"alive\n"
+    await world.stop()
+    with pytest.raises(SandboxError, match="not running"):
+        await world.execute("true")
+
+
+async def test_a_first_process_that_is_killed_is_a_failure_of_the_machine(world):
+    waiting = asyncio.ensure_future(world.execute("sleep 1000"))
+    while not any("sleep" in command for command in running(os.getpid()).values()):
+        await asyncio.sleep(0.01)
+    first = next(pid for pid, command in running(os.getpid()).items() if "inside.starter" in command)
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(SandboxError, match="first process ended"):
+        await waiting
+    with pytest.raises(SandboxError):
+        await world.execute("true")
+
+
+async def test_a_killed_starter_is_replaced():
+    from support.processes import starters
+
+    async with World(limits=SMALL) as first:
+        (starter,) = starters(os.getpid()) - set(running(os.getpid()))
+        os.kill(starter, signal.SIGKILL)
+        assert (await first.execute("echo alive")).stdout == b"alive\n"
+        async with World(limits=SMALL) as second:
+            assert (await second.execute("echo alive")).stdout == b"alive\n"
+
+
+def test_a_world_ends_with_its_owner_however_that_ends(folder):
+    code = dedent("""
+        import asyncio, sys
+        from strands_env.sandbox import World
+        async def main():
+            world = await World().start()
+            await world.execute("setsid sleep 1000 & echo on > /tmp/file")
+            image = await world.snapshot()
+            (other,) = await world.fork(1)
+            print("ready", flush=True)
+            await other.execute("sleep 1000")
+        asyncio.run(main())
+    """)
+    environment = {**os.environ, "PYTHONPATH": str(Path(strands_env.__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
+        owner.kill()
+    deadline = time.monotonic() + 60
+    while running(owner.pid):
+        assert time.monotonic() < deadline
+    assert str(folder) not in Path("/proc/mounts").read_text()
+    short = "import asyncio\nfrom strands_env.sandbox import World\nasync def main():\n    async with World(): pass\n"
+    subprocess.run([sys.executable, "-c", f"{short}asyncio.run(main())"], env=environment, check=True)
+    assert set(os.listdir(folder / "worlds")) == {"lock", "i-empty"}
+
+
+def test_what_a_process_still_claims_is_not_swept(folder):
+    async def main():
+        async with World() as world:
+            await world.execute("echo kept > /tmp/file")
+            other = "import asyncio\nfrom strands_env.sandbox import World\nasync def main():\n    async with World(): pass\n"
+            environment = {**os.environ, "PYTHONPATH": str(Path(strands_env.__file__).parents[1])}
+            subprocess.run([sys.executable, "-c", f"{other}asyncio.run(main())"], env=environment, check=True)
+            assert (await world.execute("cat /tmp/file")).stdout == b"kept\n"
+
+    asyncio.run(main())
+
+
+async def test_a_cancelled_start_leaves_nothing():
+    for after in (0.0, 0.001, 0.005, 0.01, 0.02):
+        starting = asyncio.ensure_future(World(limits=SMALL).start())
+        await asyncio.sleep(after)
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await (await starting).stop()
+
+
+# --- refusals ---
+
+
+async def test_another_loop_may_not_use_a_world(world):
+    def elsewhere():
+        with pytest.raises(SandboxError, match="event loop"):
+            asyncio.run(world.execute("true"))
+
+    await asyncio.get_running_loop().run_in_executor(None, elsewhere)
+
+
+async def test_a_folder_of_another_user_is_refused(folder, monkeypatch):
+    open_to_all = folder / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    monkeypatch.setenv("STRANDS_ENV_WORLDS", str(open_to_all))
+    with pytest.raises(SandboxError, match="STRANDS_ENV_WORLDS"):
+        await World().start()
+    open_to_all.rmdir()
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="an ordinary user's worlds have one user")
+async def test_programs_run_as_users_of_the_world(world):
+    await world.execute(
+        "echo 'agent:x:1000:1000::/home/agent:/bin/sh' >> /etc/passwd; echo 'team:x:7:agent' >> /etc/group"
+    )
+    ran = await world.execute("id -u; id -G; echo $HOME; cat /root/x; touch /etc/x", user="agent")
+    assert ran.stdout == b"1000\n1000 7\n/home/agent\n" and b"ermission denied" in ran.stderr
+    assert (await world.execute("id -u; id -g", user="5:7")).stdout == b"5\n7\n"
+    unknown = await world.execute("id", user="nobody-knows")
+    assert unknown.exit_code == 126 and b"no user nobody-knows" in unknown.stderr
+
+
+def test_everything_holds_for_an_ordinary_user(folder):
+    """The same tests, in another process, as a user without privileges and without subordinate ids."""
+    if not IS_ROOT:
+        pytest.skip("already one")
+    with tempfile.TemporaryDirectory() as made:
+        shutil.copytree(Path(strands_env.__file__).parent, f"{made}/strands_env")
+        for path in (Path(made), *Path(made).rglob("*")):
+            path.chmod(0o755)
+        code = dedent("""
+            import asyncio, sys, types
+            package = types.ModuleType("strands_env"); package.__path__ = [sys.argv[1] + "/strands_env"]
+            sys.modules["strands_env"] = package
+            from strands_env.sandbox import SandboxUnavailableError, World
+            async def main():
+                async with World() as world:
+                    await world.execute("touch /x; chown 5:5 /x; mknod /y c 1 3; setpriv --reuid 5 true")
+                    ran = await world.execute("id -u; kill -9 1; mount -t tmpfs x /tmp; unshare -U true")
+                    print(ran.stdout, ran.exit_code)
+                    try:
+                        await world.execute("id", user="nobody")
+                    except SandboxUnavailableError as error:
+                        print(error)
+                    await world.write("/d/file", b"content")
+                    (fork,) = await world.fork(1)
+                    print(await fork.read("/d/file"))
+                    image = await fork.snapshot(keep_programs=True)
+                    await fork.stop()
+                    async with World(image) as copy:
+                        print((await copy.execute("cat /d/file")).stdout, (await copy.execute("sleep 9", timeout_s=0.1)).ended)
+            asyncio.run(main())
+        """)
+        user = ("setpriv", "--reuid=12345", "--regid=12345", "--clear-groups")
+        home = {"PATH": os.environ["PATH"], "STRANDS_ENV_WORLDS": f"/tmp/strands-env-test-{os.getpid()}"}
+        ran = subprocess.run(
+            [*user, "/usr/bin/python3", "-B", "-c", code, made], capture_output=True, text=True, env=home, cwd=made
+        )
+        shutil.rmtree(home["STRANDS_ENV_WORLDS"], ignore_errors=True)
+    lines = ran.stdout.splitlines()
+    assert ran.returncode == 0, ran
+    assert lines[0] == "b'0\\n' 1"
+    assert "single user, root" in lines[1]
+    assert lines[2:] == ["b'content'", "b'content' timeout"]
+
+
+def test_without_namespaces_the_error_says_what_was_refused():
+    if not IS_ROOT or available_modes()["namespaces"] is not None:
+        pytest.skip("needs root and namespaces")
+    code = "import asyncio\nfrom strands_env.sandbox import World\nasyncio.run(World().start())\n"
+    environment = {**os.environ, "PYTHONPATH": str(Path(strands_env.__file__).parents[1])}
+    limited = ["unshare", "-U", "-r", "sh", "-c", 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"', "sh"]
+    ran = subprocess.run([*limited, sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert "SandboxUnavailableError: this machine starts no world: [Errno 28] unshare" in ran.stderr
