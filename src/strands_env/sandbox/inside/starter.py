@@ -7,6 +7,7 @@ socket closes, or when the owner's process is gone, however it ended.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -29,6 +30,8 @@ def main() -> NoReturn:
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects worlds that ended
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner
+    gc.disable()
+    gc.freeze()
     events = select.poll()
     events.register(control, select.POLLIN)
     events.register(owner, select.POLLIN)
