@@ -546,11 +546,11 @@ class World:
     async def snapshot(self, *, keep_programs: bool = False) -> Image:
         """Return the world's files as they are, for other worlds to begin with.
 
-        Processes are not part of it. The world's own layer becomes read-only, and the world goes on with a new one, which
-        ends background programs.
+        Processes are not part of it. The world's own layer becomes read-only, and it goes on with a new one, which ends
+        background programs.
 
         Args:
-            keep_programs: Whether programs go on; then the layer is copied, which takes as long as its size demands.
+            keep_programs: Whether programs continue; then the layer is copied, which takes as long as its size demands.
 
         Raises:
             SandboxError: The world is not running, or a program runs that would be ended.
@@ -580,7 +580,7 @@ class World:
 
         Args:
             count: Number of worlds.
-            keep_programs: Whether this world's programs go on, as for `snapshot`.
+            keep_programs: Whether this world's programs continue, as for `snapshot`.
 
         Raises:
             SandboxError: As for `snapshot` and `start`.
