@@ -1,4 +1,4 @@
-"""What worlds cost: start, programs, files, snapshots and forks, beside a bare process.
+"""What worlds cost: start, programs, files, snapshots and forks, next to a bare process.
 
 python benchmarks/worlds.py [--rounds 100]
 """

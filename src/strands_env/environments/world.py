@@ -105,7 +105,7 @@ class WorldSandbox(PosixShellSandbox):
     It gives the agent the tools `shell` and `file_editor`. Strands' other tools that use a sandbox run in it, too.
 
     Attributes:
-        world: The world, which somebody else starts and stops.
+        world: The world, which its owner starts and stops.
 
     Examples:
         >>> agent = Agent(model=model, sandbox=WorldSandbox(world))

@@ -1,7 +1,7 @@
 """Layers: folders whose overlay is the file system of a world.
 
 All layers of a user are in one folder, by default in the folder for temporary files. A layer `NAME` has the files in
-`NAME/u`, what the overlay needs in `NAME/w`, and a lock that everyone who uses it shares. A layer that nobody holds is
+`NAME/u`, what the overlay needs in `NAME/w`, and a lock that everyone who uses it shares. A layer that no one holds is
 removed; what a killed process left is removed when the next one starts its first world. Layers of images stay.
 """
 
@@ -47,7 +47,7 @@ class Layer:
         self._release = weakref.finalize(self, _release_later, str(self.path), lock, os.getpid())
 
     def discard(self) -> None:
-        """Let go of the layer now; if nobody else holds it, it is gone afterwards."""
+        """Let go of the layer now; if no one else holds it, it is gone afterwards."""
         if (released := self._release.detach()) is not None:
             _release(*released[2])
 
@@ -93,7 +93,7 @@ def new_layer() -> Layer:
     """Create an empty layer."""
     name = secrets.token_hex(4)
     path = folder() / name
-    with _nobody_sweeps(fcntl.LOCK_SH):
+    with _while_not_swept(fcntl.LOCK_SH):
         path.mkdir(0o700)
         for inner in ("u", "w", "r"):
             (path / inner).mkdir(0o755)
@@ -118,16 +118,16 @@ def hold(name: str) -> Layer:
 
 def keep(layer: Layer, name: str) -> Layer:
     """Make a finished layer one of an image, under its name; another process may have been faster."""
-    with contextlib.suppress(FileExistsError), _nobody_sweeps(fcntl.LOCK_SH):
+    with contextlib.suppress(FileExistsError), _while_not_swept(fcntl.LOCK_SH):
         with contextlib.suppress(OSError):
             os.rename(layer.path, folder() / name)
     return hold(name)
 
 
 def sweep() -> None:
-    """Remove layers that nobody holds, which killed processes left."""
+    """Remove layers that no one holds, which killed processes left."""
     (folder() / EMPTY_LAYER / "u").mkdir(0o755, parents=True, exist_ok=True)
-    with _nobody_sweeps(fcntl.LOCK_EX):
+    with _while_not_swept(fcntl.LOCK_EX):
         left = [path for path in folder().iterdir() if path.is_dir() and not path.name.startswith(IMAGE_PREFIX)]
         free = [path for path in left if _is_free(path)]
     for path in free:
@@ -149,7 +149,7 @@ def _is_free(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _nobody_sweeps(kind: int) -> Iterator[None]:
+def _while_not_swept(kind: int) -> Iterator[None]:
     lock = os.open(folder() / "lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, kind)
@@ -159,7 +159,7 @@ def _nobody_sweeps(kind: int) -> Iterator[None]:
 
 
 def _release(path: str, lock: int, owner: int) -> None:
-    """Let go of a layer, and remove it if nobody else holds it. In a fork of the process, only the descriptor goes."""
+    """Let go of a layer, and remove it if no one else holds it. In a fork of the process, only the descriptor goes."""
     with contextlib.suppress(OSError):
         if owner == os.getpid() and not os.path.basename(path).startswith(IMAGE_PREFIX):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -302,7 +302,7 @@ class World:
         for waiting in waited_for:
             if not waiting.done():
                 waiting.set_exception(error)
-                waiting.exception()  # nobody may wait for it
+                waiting.exception()  # perhaps no one waits for it
         self._waiting.clear()
 
     # --- messages ---
@@ -546,7 +546,7 @@ class World:
     async def snapshot(self, *, keep_programs: bool = False) -> Image:
         """Return the world's files as they are, for other worlds to begin with.
 
-        Processes are not part of it. The world's own layer becomes read-only, and it goes on with a new one, which ends
+        Processes are not part of it. The world's own layer becomes read-only, and it continues with a new one, which ends
         background programs.
 
         Args:

@@ -120,7 +120,7 @@ def protect_settings() -> None:
 def copy_layer(source: int, target: int) -> None:
     """Copy a layer with owners, permissions, links and the marks of an overlay; `source` and `target` are folders.
 
-    Only by descriptors: programs that go on may put a link in the place of a folder.
+    Only by descriptors: programs that still run may replace a folder by a link.
     """
     first_names: dict[int, str] = {}  # of files with several
     for path, inner, names, opened in os.fwalk(".", dir_fd=source):

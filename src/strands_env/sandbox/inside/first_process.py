@@ -277,7 +277,7 @@ class FirstProcess:
         return len(self._running) + 2
 
     def _elsewhere(self) -> Space:
-        """Return what programs have in memory that is a file, beside their own layer."""
+        """Return what programs have in memory that is a file, apart from their own layer."""
         state = os.statvfs(file_system.SHARED_MEMORY)
         return Space((state.f_blocks - state.f_bfree) * state.f_frsize, 0)
 
