@@ -546,8 +546,8 @@ class World:
     async def snapshot(self, *, keep_programs: bool = False) -> Image:
         """Return the world's files as they are, for other worlds to begin with.
 
-        Processes are not part of it. The world's own layer becomes read-only, and it continues with a new one, which ends
-        background programs.
+        Processes are not part of it. The world's own layer becomes read-only and it continues with a new one, which
+        ends programs in the background.
 
         Args:
             keep_programs: Whether programs continue; then the layer is copied, which takes as long as its size demands.
