@@ -19,7 +19,9 @@ from typing_extensions import override
 
 from ..core import Environment, ModelFactory, RewardFunction
 from ..sandbox import WORLD_LIMITS, Image, Network, SandboxError, SandboxLimits, World
-from .backends import EndOnBackendErrors
+from .backends import BackendError, EndOnBackendErrors
+
+SHOWN_CHARS = 30_000  # of an output, to a model
 
 
 class WorldEnvironment(Environment):
@@ -37,7 +39,7 @@ class WorldEnvironment(Environment):
             def __init__(self, environment): self.environment = environment
             async def compute(self, action, step_result):
                 ran = await self.environment.world.execute("pytest -q /work")
-                return RewardResult(float(ran.exit_code == 0), info={"pytest": ran.output})
+                return RewardResult(reward=float(ran.exit_code == 0), info={"pytest": ran.output})
 
         environment = WorldEnvironment(model_factory, image=image)
         environment.reward_fn = Solved(environment)
@@ -78,7 +80,10 @@ class WorldEnvironment(Environment):
     @override
     async def reset(self) -> None:
         """Start the world."""
-        self.world = await World(self.image, limits=self.limits, network=self.network).start()
+        try:
+            self.world = await World(self.image, limits=self.limits, network=self.network).start()
+        except SandboxError as error:
+            raise BackendError(str(error)) from error
 
     @override
     async def cleanup(self) -> None:
@@ -138,8 +143,8 @@ class WorldSandbox(PosixShellSandbox):
     ) -> AsyncGenerator[StreamChunk | ExecutionResult, None]:
         """Run a shell command; yield its output, and at the end its result.
 
-        A command that exceeds a limit of the world has exit code 137, as one that is killed, and its stderr names the
-        limit.
+        The result has the begin and the end of a long output. A command that exceeds a limit of the world has exit code
+        137, as one that is killed, and its stderr names the limit.
 
         Args:
             command: The command.
@@ -174,7 +179,7 @@ class WorldSandbox(PosixShellSandbox):
         finally:
             running.cancel()
             await asyncio.wait({running})
-        stdout, stderr = (data.decode(errors="replace") for data in (execution.stdout, execution.stderr))
+        stdout, stderr = _shown(execution.stdout), _shown(execution.stderr)
         if execution.ended == "timeout":
             seconds = self.world.limits.wall_s if timeout is None else timeout
             raise _timed_out(seconds, stdout, stderr)
@@ -193,6 +198,15 @@ class WorldSandbox(PosixShellSandbox):
     async def write_file(self, path: str, content: bytes, **kwargs: Any) -> None:
         """Write a file, and the folders that it needs."""
         await self.world.write(path, content)
+
+
+def _shown(output: bytes) -> str:
+    """Return output as a model sees it: the begin and the end, if it is long."""
+    text = output.decode(errors="replace")
+    if len(text) <= SHOWN_CHARS:
+        return text
+    half = SHOWN_CHARS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
 
 
 def _timed_out(seconds: float, stdout: str, stderr: str) -> SandboxTimeoutError:

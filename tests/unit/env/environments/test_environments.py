@@ -18,13 +18,14 @@ from mcp import StdioServerParameters, stdio_client
 from strands.tools.mcp import MCPClient
 from strands.types import PaginatedList
 
-from strands_env.core import TerminationReason
+from strands_env.core import RewardResult, TerminationReason
 from strands_env.environments import (
     AgentCoreCodeEnvironment,
     ArithmeticExpressionError,
     CalculatorEnvironment,
     MCPEnvironment,
     PythonEnvironment,
+    WorldEnvironment,
     calculator,
     evaluate,
     mcp as mcp_environment,
@@ -158,6 +159,46 @@ async def test_program_that_kills_its_sandbox_has_failed(factory):
 def test_environments_share_one_sandbox(factory):
     first, second = (PythonEnvironment(factory()) for _ in range(2))
     assert first.sandbox is second.sandbox
+
+
+# --- worlds ---
+
+
+class OutputIs42:
+    """Runs what the agent left in its world."""
+
+    def __init__(self, environment):
+        self.environment = environment
+
+    async def compute(self, action, step_result):
+        ran = await self.environment.world.execute("python3 /work/main.py")
+        return RewardResult(reward=float(ran.output == "42\n"))
+
+
+async def test_an_agent_edits_a_file_and_runs_it_in_a_world(factory):
+    answers = [
+        call("file_editor", command="create", path="/work/main.py", file_text="print(6 * 6)\n"),
+        call("file_editor", command="str_replace", path="/work/main.py", old_str="6 * 6", new_str="6 * 7"),
+        call("shell", command="python3 /work/main.py; cat /etc/shadow; sleep 60", timeout=1),
+        call("shell", command="yes | head -c 300000000"),
+        call("shell", command="python3 /work/main.py"),
+    ]
+    environment = WorldEnvironment(factory(*answers, "done"))
+    environment.reward_fn = OutputIs42(environment)
+    result = await environment.step(task())
+    statuses, texts = zip(*tool_results(result), strict=True)
+    assert statuses[:2] == ("success", "success") and statuses[4] == "success"
+    assert "timed out" in texts[2] and "root:" not in texts[2]
+    assert "exceeded the limit on output" in texts[3] and "characters left out" in texts[3] and len(texts[3]) < 300_000
+    assert "42" in texts[4]
+    assert result.reward is not None and result.reward.reward == 1.0
+    assert not Path("/work/main.py").exists() and not running(os.getpid())
+
+
+async def test_a_world_that_does_not_start_is_an_infrastructure_error(factory, monkeypatch):
+    monkeypatch.setenv("STRANDS_ENV_WORLDS", "/dev/null")
+    result = await WorldEnvironment(factory("done"), ExactMatchReward()).step(task("done"))
+    assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR and result.reward is None
 
 
 # --- MCP ---
