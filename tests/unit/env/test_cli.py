@@ -619,9 +619,9 @@ def test_model_and_tokenizer_may_be_the_servers(command, server, tokenizer_path,
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "tokenizer /models/elsewhere cannot be loaded on this machine" in error
     assert error.endswith("give --model or --tokenizer")
-    assert run([*given, "--base-url", "http://127.0.0.1:9", "--client-args", '{"max_retries": 0}']) == 2
+    assert run([*given, "--base-url", "http://127.0.0.1:9", "--client-args", '{"max_retries": 0}']) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "http://127.0.0.1:9 does not say which model it serves" in error
+    assert error.startswith("strands-env: no server answers at http://127.0.0.1:9: start one")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")

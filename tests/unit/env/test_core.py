@@ -1698,6 +1698,7 @@ def test_classes_in_results_keep_their_paths():
         "strands_env.environments.mcp.MCPEnvironment",
         "strands_env.environments.mcp_servers.MCPServersEnvironment",
         "strands_env.environments.python.PythonEnvironment",
+        "strands_env.environments.world.WorldEnvironment",
         "strands_env.core.types.RewardFunction",
         "strands_env.rewards.combining.AllOf",
         "strands_env.rewards.combining.WeightedSum",
