@@ -96,9 +96,11 @@ def token_lines(group: Group, episode: Inspected, turn: Turn, color: str) -> Ite
         color: What a run has in common, one of `COLORS`.
     """
     writers = [Writer(writer).name.lower() for writer in writers_of(turn, group.vocabulary).tolist()]
-    labels = _labels(episode, turn, color) or writers
+    labels, pushed_up = _labels(episode, turn, color)
+    labels = labels or writers
     ids = (*turn.prompt_ids, *turn.output_ids)
-    tokens = [(_piece(one, group), _tint(*of)) for one, of in zip(ids, zip(labels, writers, strict=True), strict=True)]
+    tints = map(_tint, writers, pushed_up)
+    tokens = [(_piece(one, group), tint) for one, tint in zip(ids, tints, strict=True)]
     if color == "logprob":
         if has_colors():
             yield f"{'at least':<{_LABEL}}" + " ".join(paint(f" {least:g} ", shade) for least, shade in SHADES)
@@ -123,17 +125,21 @@ def _shaded(piece: str, logprob: float) -> tuple[str, str]:
     return (piece if has_colors() else f"{piece}({logprob:.2f})", shade)
 
 
-def _labels(episode: Inspected, turn: Turn, color: str) -> list[str]:
-    """Return what each token of a turn has; nothing for what its writer tells."""
+def _labels(episode: Inspected, turn: Turn, color: str) -> tuple[list[str], list[bool]]:
+    """Return what each token of a turn has, nothing for what its writer tells; and whether training makes it likelier.
+
+    Where the color says nothing about training, all count as likelier.
+    """
     prompt, count = len(turn.prompt_ids), len(turn.output_ids)
+    any_way = [True] * (prompt + count)
     if color == "version":
         versions = ["-"] * (prompt + count)
         for version, start, stop in () if turn.generation is None else turn.generation.weight_versions:
             start, stop = max(0, start), min(stop, count)
             versions[prompt + start : prompt + stop] = [visible(version)] * (stop - start)
-        return versions
+        return versions, any_way
     if color not in ("mask", "advantage"):
-        return []
+        return [], any_way
     trained = np.zeros(prompt + count, np.uint8)
     advantages = np.zeros(prompt + count)
     for sequence in episode.sequences:
@@ -144,13 +150,14 @@ def _labels(episode: Inspected, turn: Turn, color: str) -> list[str]:
                 if given is not None:
                     advantages[: step.stop - step.start] += given[step.start : step.stop]
     if color == "mask":
-        return ["trained" if mask else "mask 0" for mask in trained]
-    return [f"{value:+.3g}" if mask else "-" for value, mask in zip(advantages.tolist(), trained, strict=True)]
+        return ["trained" if mask else "mask 0" for mask in trained], (trained > 0).tolist()
+    values = [f"{value:+.3g}" if mask else "-" for value, mask in zip(advantages.tolist(), trained, strict=True)]
+    return values, ((trained > 0) & ~np.signbit(advantages)).tolist()
 
 
-def _tint(label: str, writer: str) -> str | None:
+def _tint(writer: str, pushed_up: bool) -> str | None:
     if writer == "model":
-        return "yellow" if label in ("mask 0", "-") or label.startswith("-") else "green"
+        return "green" if pushed_up else "yellow"
     return "bold" if writer in ("user", "tool", "system") else None
 
 
