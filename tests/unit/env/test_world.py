@@ -124,6 +124,13 @@ async def test_inodes_are_limited(world):
     assert ran.ended == "disk"
 
 
+async def test_files_deeper_than_can_be_counted_are_too_much(world):
+    deep = "import os\nfor _ in range(5000):\n    os.mkdir('d')\n    os.chdir('d')\n"
+    fill = "for n in range(9): open(f'/tmp/{n}', 'wb').write(bytes(8 << 20))\nimport time; time.sleep(100)"
+    ran = await world.execute(["python3", "-c", deep + fill])
+    assert ran.ended == "disk"
+
+
 async def test_a_file_larger_than_the_limit_cannot_be_made(world):
     ran = await world.execute("fallocate -l 20G /tmp/big; truncate -s 20G /tmp/sparse; ls -s /tmp")
     assert ran.exit_code != 0 or b"too large" in ran.stderr or b"exceeded" in ran.stderr

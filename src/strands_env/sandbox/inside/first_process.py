@@ -475,6 +475,9 @@ class Space:
         return self.size > other.size or self.files > other.files
 
 
+ENDLESS = Space(1 << 62, 1 << 62)
+
+
 class Disk:
     """What a world's own layer takes, measured when the file system has lost as much as the world may still take.
 
@@ -522,15 +525,24 @@ class Disk:
 def _measured(folder: int) -> Iterator[Space]:
     """Yield the size in bytes and the number of the files in a folder, each time including the next one."""
     size = files = 0
-    for _, _, names, opened in os.fwalk(".", dir_fd=folder):
-        state = os.fstat(opened)
-        size, files = size + state.st_blocks * 512, files + 1
-        yield Space(size, files)
-        for name in names:
-            with contextlib.suppress(OSError):
-                state = os.stat(name, dir_fd=opened, follow_symlinks=False)
-                size, files = size + state.st_blocks * 512, files + 1
+    left = ["."]
+    while left:
+        path = left.pop()
+        try:
+            opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:  # what is so deep cannot be counted
+                yield ENDLESS
+            continue
+        with os.scandir(opened) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                files += 1
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(f"{path}/{entry.name}")
                 yield Space(size, files)
+        os.close(opened)
 
 
 def _loopback_up() -> None:
