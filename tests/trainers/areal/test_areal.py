@@ -20,7 +20,7 @@ from transformers import Qwen3ForCausalLM
 from strands_sglang import TerminationReason
 from strands_sglang.credit import training_rows
 from strands_sglang.testing import ScriptedSGLang
-from strands_sglang.trainers import areal as adapter
+from strands_sglang.trainers import areal as adapter, records
 from support.agents import build_chatml_tokenizer
 from trainers import guides, paper
 
@@ -34,10 +34,10 @@ def expected(reference, episodes):
 
 @pytest.fixture
 def log(caplog):
-    """The adapter's log: AReaL sets up the root's handlers again."""
-    adapter.logger.addHandler(caplog.handler)
+    """The log of what is left out: AReaL sets up the root's handlers again."""
+    records.logger.addHandler(caplog.handler)
     yield caplog
-    adapter.logger.removeHandler(caplog.handler)
+    records.logger.removeHandler(caplog.handler)
 
 
 def config(**actor):
