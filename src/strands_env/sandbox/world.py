@@ -599,7 +599,7 @@ class World:
 
 
 class _Output:
-    """What programs write to a pipe: kept up to a limit; beyond it, and after its program ended, read and forgotten.
+    """What programs write to a pipe: kept up to a limit; after the program ended, as much again is read and forgotten.
 
     To close the pipe instead would end programs in the background that still write to it.
     """
@@ -631,7 +631,11 @@ class _Output:
             return False
         if not piece:
             self.close()
-        elif self._is_kept and not self.is_full:
+        elif not self._is_kept:
+            self._most -= len(piece)
+            if self._most < 0:  # who writes so much without a reader waits
+                self._loop.remove_reader(self._reads)
+        elif not self.is_full:
             kept = piece[: self._most - len(self.data)]
             self.data += kept
             if self._on_output is not None:

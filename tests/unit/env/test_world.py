@@ -236,6 +236,33 @@ async def test_a_copy_from_the_world_stays_below_its_target(world, tmp_path, way
         assert not path.is_symlink() and not path.is_fifo() and not path.stat().st_mode & 0o6000
 
 
+async def test_no_path_leads_out_of_the_world(world, tmp_path):
+    """The process that follows a path has descriptors of folders outside; a policy chooses paths."""
+    up = "/".join([".."] * 12)
+    secret = tmp_path / "secret"
+    secret.write_text("open sesame")
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.owner() == "root" and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o755)
+    for process in ("self", "1"):
+        for number in range(24):
+            for way in (f"/proc/{process}/fd/{number}/{up}", f"/proc/{process}/cwd/{up}", f"/proc/{process}/root/{up}"):
+                with pytest.raises(OSError):
+                    await world.read(f"{way}{secret}")
+                with contextlib.suppress(OSError):
+                    await world.write(f"{way}{tmp_path}/written", b"x")
+            ran = await world.execute(f"cat .{secret}", working_dir=f"/proc/{process}/fd/{number}/{up}")
+            assert b"sesame" not in ran.stdout
+    assert os.listdir(tmp_path) == ["secret"]
+
+
+async def test_a_program_that_writes_after_its_end_costs_its_owner_nothing(world):
+    await world.execute("yes &")
+    began = time.process_time()
+    await world.execute("sleep 1")
+    assert time.process_time() - began < 0.5
+
+
 # --- snapshots ---
 
 

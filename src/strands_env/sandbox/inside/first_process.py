@@ -34,6 +34,7 @@ POLL_S = 0.05
 BACKGROUND_POLL_S = 0.5
 ROUNDS = 50  # most attempts to end a tree of processes
 CHUNK = 1 << 20
+MOST_DESCRIPTORS = 1 << 16
 ENTRIES_PER_CHECK = 20_000
 # What Docker leaves to root: no CAP_SYS_ADMIN, CAP_SYS_PTRACE, CAP_NET_ADMIN, CAP_SYS_RESOURCE, ...
 CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31})
@@ -196,10 +197,12 @@ class FirstProcess:
             return
         pid = os.fork()
         if pid == 0:
-            self._control.close()
+            if request["do"] == "copy":
+                files.append(self._disk.upper)
+            only_these(files)
             if request["do"] == "execute":
-                self._parent(request, files)
-            _file_operation(request, files[0], self._disk.upper, self._config["working_dir"])
+                self._parent(request, len(files))
+            _file_operation(request, self._config["working_dir"])
         for file in files:
             os.close(file)
         deadline = time.monotonic() + request["timeout_s"]
@@ -283,19 +286,18 @@ class FirstProcess:
 
     # --- programs ---
 
-    def _parent(self, request: dict[str, Any], files: list[int]) -> NoReturn:
+    def _parent(self, request: dict[str, Any], files: int) -> NoReturn:
         """Start a program, adopt its orphans, and exit as it does."""
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         program = os.fork()
         if program == 0:
             try:
-                self._become_program(request, files)
+                self._become_program(request)
             except (OSError, ValueError, LookupError) as error:
                 os.write(2, f"{error}\n".encode())
             finally:
                 os._exit(126)
-        for file in files:
-            os.close(file)
+        os.closerange(0, files)
         pid, status = os.wait()
         while pid != program:
             pid, status = os.wait()
@@ -306,9 +308,9 @@ class FirstProcess:
             os.kill(os.getpid(), -code)
         os._exit(code if code >= 0 else signal.SIGKILL)
 
-    def _become_program(self, request: dict[str, Any], files: list[int]) -> NoReturn:
-        for number, file in enumerate(files):
-            os.dup2(file, number)
+    def _become_program(self, request: dict[str, Any]) -> NoReturn:
+        for number in range(3):
+            os.set_inheritable(number, True)
         os.setsid()
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
@@ -392,14 +394,23 @@ def _entries(path: str, fields: int) -> Iterator[list[str]]:
 # --- files ---
 
 
-def _file_operation(request: dict[str, Any], file: int, upper: int, working_dir: str) -> NoReturn:
-    """Do it and exit with 0, or with the number of the error."""
+def only_these(files: list[int]) -> None:
+    """Make these descriptors 0, 1, ... of this process, and close all others.
+
+    A path that a program chose, such as /proc/self/fd/5/.., must not lead out of the world.
+    """
+    copies = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, len(files)) for file in files]
+    for number, copy in enumerate(copies):
+        os.dup2(copy, number, inheritable=False)
+    os.closerange(len(files), MOST_DESCRIPTORS)
+
+
+def _file_operation(request: dict[str, Any], working_dir: str) -> NoReturn:
+    """Do it with descriptor 0, and exit with 0 or with the number of the error."""
     code = errno.EIO
     try:
         os.chdir(working_dir)
-        {"read": _read, "write": _write_file, "pack": _pack, "unpack": _unpack, "copy": _copy}[request["do"]](
-            request, file, upper
-        )
+        {"read": _read, "write": _write_file, "pack": _pack, "unpack": _unpack, "copy": _copy}[request["do"]](request)
         code = 0
     except OSError as error:
         code = error.errno or errno.EIO
@@ -409,7 +420,7 @@ def _file_operation(request: dict[str, Any], file: int, upper: int, working_dir:
         os._exit(code)
 
 
-def _read(request: dict[str, Any], file: int, upper: int) -> None:
+def _read(request: dict[str, Any]) -> None:
     opened = os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
     state = os.fstat(opened)
     if stat.S_ISDIR(state.st_mode):
@@ -421,36 +432,36 @@ def _read(request: dict[str, Any], file: int, upper: int) -> None:
         left -= len(chunk)
         if left < 0:
             raise OSError(errno.EFBIG, request["path"])
-        _write_all(file, chunk)
+        _write_all(0, chunk)
 
 
-def _write_file(request: dict[str, Any], file: int, upper: int) -> None:
+def _write_file(request: dict[str, Any]) -> None:
     path = request["path"]
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, path) from None
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
-    while chunk := os.read(file, CHUNK):
+    while chunk := os.read(0, CHUNK):
         _write_all(opened, chunk)
 
 
-def _pack(request: dict[str, Any], file: int, upper: int) -> None:
-    with os.fdopen(file, "wb") as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
+def _pack(request: dict[str, Any]) -> None:
+    with os.fdopen(0, "wb") as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         archive.add(request["path"], arcname=request["name"])
 
 
-def _unpack(request: dict[str, Any], file: int, upper: int) -> None:
+def _unpack(request: dict[str, Any]) -> None:
     os.makedirs(request["path"], exist_ok=True)
-    with os.fdopen(file, "rb") as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+    with os.fdopen(0, "rb") as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
         archive.extraction_filter = unchanged
         for member in archive:
             archive.extract(member, request["path"], numeric_owner=True)
 
 
-def _copy(request: dict[str, Any], file: int, upper: int) -> None:
-    """Copy the world's own layer to a folder outside, which `file` is."""
-    file_system.copy_layer(upper, file)
+def _copy(request: dict[str, Any]) -> None:
+    """Copy the world's own layer, descriptor 1, to a folder outside, descriptor 0."""
+    file_system.copy_layer(1, 0)
 
 
 def _write_all(file: int, data: bytes) -> None:
