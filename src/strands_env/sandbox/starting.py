@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 
 from .inside.messages import send
 
+END_S = 5.0
 INSIDE = str(Path(__file__).parent / "inside")
 # Builds the package by hand: an import by its full name would import the parent packages.
 BOOTSTRAP = (
@@ -79,5 +81,13 @@ class Starter:
         self._owner = os.getpid()
         return ours
 
+    def close(self) -> None:
+        """End the process, as the interpreter ends; worlds end by themselves."""
+        if self._control is not None and self._owner == os.getpid():
+            self._control.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+
 
 STARTER = Starter()
+atexit.register(STARTER.close)
