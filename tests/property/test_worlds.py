@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from strands_env.sandbox import World
+from support.worlds import needs_worlds
 
 PROGRAMS = int(os.environ.get("WORLD_PROGRAMS", "400"))
 STEPS = 10
@@ -146,6 +147,7 @@ def separated(folder):
             os.replace(copy, path)
 
 
+@needs_worlds
 def test_random_programs_leave_the_files_that_an_oracle_leaves():
     async def all_of_them():
         done = seed = 0

@@ -24,9 +24,11 @@ from strands_env.sandbox import (
     available_modes,
 )
 from support.processes import running
+from support.worlds import needs_worlds
 
 SMALL = replace(WORLD_LIMITS, memory_bytes=300 << 20, disk_bytes=32 << 20, processes=40, output_bytes=100_000)
 IS_ROOT = os.geteuid() == 0
+pytestmark = needs_worlds
 
 
 @pytest.fixture(autouse=True)

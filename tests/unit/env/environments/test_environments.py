@@ -38,6 +38,7 @@ from strands_sglang.testing import ScriptedSGLang
 from support.agents import ScriptedModel, advance, call, tool_use
 from support.environments import task
 from support.processes import running
+from support.worlds import needs_worlds
 
 SERVER = Path(__file__).parents[3] / "support" / "mcp_server.py"
 
@@ -175,6 +176,7 @@ class OutputIs42:
         return RewardResult(reward=float(ran.output == "42\n"))
 
 
+@needs_worlds
 async def test_an_agent_edits_a_file_and_runs_it_in_a_world(factory):
     answers = [
         call("file_editor", command="create", path="/work/main.py", file_text="print(6 * 6)\n"),
