@@ -22,7 +22,7 @@ from strands_sglang import __version__
 from strands_sglang.shown import one_line
 from strands_sglang.viewer import Plot, Report, Table, Task, UnreadableError, read_episodes, render
 
-from .eval.checkpoint import CheckpointError, EvalSample, Results, Run, read_results, results_file
+from .eval.checkpoint import CheckpointError, EvalSample, Results, Run, read_results, read_status, results_file
 from .eval.metrics import (
     SAMPLE_COUNTS,
     Difference,
@@ -77,11 +77,18 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
     values = prompt_values(results, n_samples_per_prompt=n, success_threshold=success_threshold)
     scored = scores(results, success_threshold=success_threshold)
     missing = metrics["waiting_samples"] + metrics["dropped_samples"]
+    result = headline(metrics) or "No sample has a score yet"
+    if missing:
+        runs = read_status(path) is not None
+        if runs:
+            metrics["queued_samples"] = metrics.pop("waiting_samples")
+        done = sum(sample.is_finished for sample in samples)
+        result += f" · {done} of {len(run.sample_keys)} samples, {'running' if runs else 'not running'}"
     counts = ", ".join(f"{metrics[name]:.0f} {word}" for name, word in SAMPLE_COUNTS.items() if name in metrics)
     head, *rows = metric_rows(metrics)
     report = Report(
         name="Report",
-        headline=headline(metrics) or "No sample has a score yet",
+        headline=result,
         about=_about(path, run, samples),
         success_threshold=success_threshold,
         notes=[
@@ -124,7 +131,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
             for prompt, row in results.items()
         ],
     )
-    return render(episodes.groups, title=run.benchmark or "evaluation", report=report)
+    return render(episodes.groups, title=_title(run), report=report)
 
 
 def comparison_page(first: str | Path, second: str | Path, *, success_threshold: float) -> str:
@@ -205,7 +212,7 @@ def comparison_page(first: str | Path, second: str | Path, *, success_threshold:
             for task, row, other_row in rows
         ],
     )
-    return render(episodes.groups, title=f"{Path(first).name} and {Path(second).name}", report=report)
+    return render(episodes.groups, title=f"A: {_title(run)}; B: {_title(other)}", report=report)
 
 
 def prompt_values(
@@ -284,6 +291,18 @@ def _verdict(difference: Difference) -> str:
     return f"{'B' if interval.value > 0 else 'A'} is better: {told}"
 
 
+def _title(run: Run) -> str:
+    """Model and data, as far as the files tell."""
+    model = _model(run)
+    names = [f"{model}".rstrip("/").rpartition("/")[2] if model else "", run.benchmark]
+    return " on ".join(name for name in names if name) or "evaluation"
+
+
+def _model(run: Run) -> Any:
+    config = run.config
+    return config.get("model_id") or config.get("served_model_path") or config.get("tokenizer")
+
+
 def _about(path: str | Path, run: Run, samples: Sequence[EvalSample]) -> list[tuple[str, str]]:
     """What was evaluated, how and when, as far as the files tell."""
     config = run.config
@@ -291,10 +310,11 @@ def _about(path: str | Path, run: Run, samples: Sequence[EvalSample]) -> list[tu
     ends = [(one.ended_at - one.seconds, one.ended_at) for one in samples if one.ended_at is not None]
     when = ""
     if ends:
+        took = "took" if sum(one.is_finished for one in samples) == len(run.sample_keys) else "so far"
         began, ended = min(start for start, _ in ends), max(end for _, end in ends)
-        when = f"{datetime.fromtimestamp(began, timezone.utc):%Y-%m-%d %H:%M} UTC, took {ended - began:,.1f} s"
+        when = f"{datetime.fromtimestamp(began, timezone.utc):%Y-%m-%d %H:%M} UTC, {took} {ended - began:,.1f} s"
     facts = {
-        "Model": config.get("model_id") or config.get("served_model_path") or config.get("tokenizer"),
+        "Model": _model(run),
         "Weights": config.get("served_weight_version"),
         "Backend": config.get("backend"),
         "Data": run.benchmark,
@@ -439,10 +459,10 @@ def _drawn(chart: Any) -> str:
 
 
 def _histogram(title: str, of: str, values: Sequence[float]) -> list[Plot]:
-    """A bar for each of some equal ranges between round numbers, empty ones included; nothing without values."""
+    """A bar for each of some equal ranges between round numbers, empty ones included; nothing for a single value."""
     import leather
 
-    if not values:
+    if len(set(values)) < 2:
         return []
     starts, counts, width = _bins(values)
     decimals = max(0, -math.floor(math.log10(width)))

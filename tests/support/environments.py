@@ -34,7 +34,8 @@ class Contains(RewardFunction):
         self.asked += 1
         assert step_result.reward is None
         answer = step_result.observation.final_response or ""
-        return RewardResult(reward=float(str(action.task_context.ground_truth) in answer))
+        found = str(action.task_context.ground_truth) in answer
+        return RewardResult(reward=float(found), info={"verdict": "correct" if found else "wrong"})
 
 
 class Gives(RewardFunction):

@@ -21,6 +21,7 @@ from ..inspection.records import Finding, Group, Inspected, Step, Writer, halves
 from ..inspection.texts import writers_of
 from ..messages.content import Picture
 from ..shown import counted, one_line
+from ..tool_parsers import ToolParseResult
 from ..trajectory.turn import Turn, TurnStatus
 from .audit import advantages_of, audit_credit
 from .blocks import Blocks
@@ -451,6 +452,8 @@ def _score(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     else:
         facts.append(("final answer", record.get("final_response")))
     facts += [("verdict", known.pop("verdict", None)), *known.items()]
+    if not info and record.get("reward") is not None:
+        facts.append(("why", "the reward tells no more; what it returns as RewardResult(info={…}) is shown here"))
     facts += [("no reward", record.get("reward_error")), ("error", record.get("error"))]
     return [
         (name.replace("_", " "), _shown(value)[:MOST_SCORE_CHARS]) for name, value in facts if value not in (None, "")
@@ -522,14 +525,16 @@ def _finite(value: float | None) -> float | None:
 
 
 def _said(group: Group, turn: Turn) -> list[list[str]]:
-    """Return the messages of a turn; where the file has none, the text of its tokens."""
+    """Return the messages of a turn; where the file has none or a tool call could not be read, its tokens' text."""
     shown: list[list[str]] = []
     for role, kind, ids, parts in (
         ("prompt", "raw", turn.prompt_ids, turn.said),
         ("assistant", "text", turn.output_ids, turn.answered),
     ):
-        shown += [list(part[:4]) for part in parts]
-        if not parts and group.vocabulary and ids:
+        is_unread = not parts or any(part.name == ToolParseResult.UNKNOWN_NAME for part in parts)
+        if not (is_unread and group.vocabulary and ids):
+            shown += [list(part[:4]) for part in parts]
+        else:
             content = b"".join(group.vocabulary.get(token_id, b"") for token_id in ids)
             shown.append([role, kind, content.decode("utf-8", "surrogateescape"), ""])
     return shown

@@ -16,6 +16,7 @@ from strands_env.eval.metrics import Prices, compare
 from strands_env.report import comparison_page, prompt_values, report_page
 from strands_sglang import SGLangModel, __version__
 from strands_sglang.cli import main as show_main
+from strands_sglang.messages.said import said_in
 from strands_sglang.testing import ScriptedSGLang
 from support.environments import Contains, StubEnvironment, lines, sample, step_result, tasks
 from unit.viewer.test_page import Page
@@ -79,7 +80,8 @@ def test_the_page_says_what_the_command_says(tmp_path, capsys):
     for row in report["tables"][0]["rows"]:
         assert " ".join(row) in " ".join(printed.split())
     [shown] = [row for row in report["tables"][0]["rows"] if row[0] == "pass@1"]
-    assert report["headline"] == f"pass@1 {shown[1]}, {shown[2]}"
+    assert report["headline"] == f"pass@1 {shown[1]}, {shown[2]} · 10 of 12 samples, not running"
+    assert "UTC, so far " in dict(report["about"])["Started"]
     assert "dropped" in report["notes"][0] and "in no metric" in report["notes"][1]
     [seconds] = [plot["says"] for plot in report["plots"] if plot["title"] == "Seconds"]
     assert sum(int(part.split(": ")[1]) for part in seconds.split(" from ")[1].split(", ")) == int(
@@ -147,10 +149,29 @@ def test_bars_are_as_far_apart_as_their_values(tmp_path):
     assert plot["says"] == "Number of samples per range of 20 from 0: 4, 20: 0, 40: 4, 60: 0, 80: 1, 100: 0, 120: 1"
 
 
+def test_a_single_value_has_no_plot(tmp_path):
+    plots = report_of(evaluated(tmp_path, [step_result(1.0)]))["report"]["plots"]
+    assert "Rewards" not in {plot["title"] for plot in plots}
+
+
+def test_a_conversation_begins_with_its_system_prompt_and_history(tmp_path):
+    evaluated(tmp_path, [step_result(1.0)], 1, 1)
+    [record] = lines(tmp_path / "results.jsonl")
+    record["environment"] = {"system_prompt": "Be brief."}
+    record["task_context"]["conversation_history"] = [{"role": "user", "content": "Hi."}]
+    (tmp_path / "results.jsonl").write_text(json.dumps(record, separators=(",", ":")) + "\n")
+    page = Page(report_page(tmp_path, success_threshold=1.0))
+    said = [part[:3] for part in page.body(0)["said"]]
+    assert said[:2] == [["system", "text", "Be brief."], ["user", "text", "Hi."]]
+    assert said[2:] == [list(part[:3]) for part in said_in(record["observation"]["messages"])]
+
+
 def test_the_page_says_what_was_evaluated(tmp_path):
     config = {"model_id": "Qwen/Qwen3-8B", "env": "calculator", "sampling_params": {"temperature": 0.7}}
-    evaluated(tmp_path, MIXED, config=config)
-    about = dict(report_of(tmp_path)["report"]["about"])
+    evaluated(tmp_path, MIXED[:2], config=config)
+    index = report_of(tmp_path)
+    assert index["title"] == "Qwen3-8B"
+    about = dict(index["report"]["about"])
     assert (about["Model"], about["Environment"]) == ("Qwen/Qwen3-8B", "calculator")
     assert (about["Sampling"], about["Samples per prompt"]) == ("temperature 0.7", "4")
     assert "UTC, took " in about["Started"]

@@ -26,6 +26,7 @@ from strands_sglang.trajectory.trajectory import EpisodeEnd, Trajectory
 from strands_sglang.trajectory.turn import Turn, TurnStatus
 from strands_sglang.viewer import PageTooLargeError, page as page_module, render
 from support import written_episodes as written
+from support.agents import make_tools
 
 TYPES = {"u1": np.uint8, "u2": np.uint16, "u4": np.uint32, "f4": np.float32}
 
@@ -312,6 +313,17 @@ async def test_both_sides_of_a_conversation_are_shown(rollout, tmp_path):
     [turn] = Page(render(groups, [])).body(0)["turns"]
     assert [part[:2] for part in turn["said"]] == [["prompt", "raw"], ["assistant", "text"]]
     assert turn["said"][1][2].startswith("Hello there.")
+
+
+async def test_a_call_that_cannot_be_read_is_shown_as_the_model_wrote_it(rollout, tmp_path):
+    [calculator, _], _ = make_tools()
+    wrote = '<tool_call>{"name": "calculator", </tool_call>'
+    _, model = rollout([wrote])
+    async for _ in model.stream([{"role": "user", "content": [{"text": "Hi"}]}], [calculator.tool_spec]):
+        pass
+    model.trajectory.save(tmp_path / "one.safetensors")
+    [turn] = Page(render(read([tmp_path / "one.safetensors"]))).body(0)["turns"]
+    assert wrote in turn["said"][-1][2]
 
 
 @pytest.mark.parametrize("name", ["missing.safetensors", "torn.safetensors", "other.txt", "empty"])

@@ -113,7 +113,25 @@ def _episode(file: Path, record: Mapping[str, Any], trajectory_file: Path) -> In
     if isinstance(messages, list):
         episode.messages = messages
         try:
-            episode.said = said_in(messages)
+            episode.said = said_in([*_history(record), *messages], _system(record))
         except (KeyError, TypeError, AttributeError) as error:
             episode.problems.append(("structure", f"its messages are no Strands messages: {error!r}"))
     return episode
+
+
+def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages before the task's own as Strands messages."""
+    context = record.get("task_context")
+    history = context.get("conversation_history") if isinstance(context, Mapping) else None
+    messages = []
+    for one in history or []:
+        content = one.get("content") or []
+        blocks = [{"text": content}] if isinstance(content, str) else content
+        messages.append({"role": one["role"], "content": blocks})
+    return messages
+
+
+def _system(record: Mapping[str, Any]) -> str | None:
+    environment = record.get("environment")
+    system = environment.get("system_prompt") if isinstance(environment, Mapping) else None
+    return system if isinstance(system, str) else None
