@@ -215,7 +215,8 @@ def test_a_planted_fault_is_within_two_clicks(specimen, plant, healthy, tmp_path
         elif finding.turn is not None:
             assert f"Turn {finding.turn} " in page.locator("button.turn.chosen").inner_text()
         elif finding.episode is not None:
-            assert page.locator(".side select").evaluate("all => all.selectedOptions[0].text") == finding.episode
+            shown = page.locator(".side select").evaluate("all => all.selectedOptions[0].text")
+            assert shown.split(" · ")[0] == finding.episode
         elif finding.group is not None:
             assert page.locator(".heads .head").count() > 1
 
@@ -380,6 +381,28 @@ def test_every_token_has_an_address(files, open_page):
     assert copied == page.url and "#episode-3-sequence-1-token-" in copied
 
 
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("#episode-99", "The page has no episode 99."),
+        ("#siblings-99", "The page has no group 99."),
+        ("#episode-3-sequence-99", "The episode has no sequence 99."),
+        ("#episode-3-sequence-0-turn-99", "The episode has no turn 99."),
+        ("#episode-3-sequence-0-token-99999", "The episode has no token 99999."),
+    ],
+)
+def test_an_address_of_nothing_says_so(address, told, files, open_page):
+    page = open_page(files / "jars.html", address)
+    assert page.locator("#banner").inner_text() == told
+    page.evaluate("location.hash = '#episode-2'")
+    page.locator("#banner").wait_for(state="hidden")
+
+
+def test_an_episode_opens_at_its_chosen_token(files, open_page):
+    page = open_page(files / "jars.html", "#episode-3")
+    assert page.locator(".t.current").is_visible() and page.locator(".messages.now .answer").is_visible()
+
+
 def test_the_card_tells_of_the_token_that_is_marked(files, open_page):
     page = open_page(files / "jars.html", "#episode-3")
     chosen = page.locator(".life dl").inner_text()
@@ -473,6 +496,13 @@ def test_credit_begins_with_a_verdict(tmp_path, open_page):
     assert page.locator(".verdict.bad").inner_text().startswith("1 episode of 10 is not exact")
     shown = page.locator(".credit .row").filter(has=page.get_by_role("link", name=first.id, exact=True))
     assert shown.locator(".off").all_inner_texts()[-1] == "0.5×"
+
+
+def test_credit_says_that_a_group_is_flat(tmp_path, open_page):
+    (tmp_path / "flat.html").write_text(render(written.groups_of_jars()[1:], []))
+    page = open_page(tmp_path / "flat.html", "#credit")
+    assert page.locator(".verdict").inner_text().startswith("This group is flat: each advantage is 0")
+    assert "⚑: a finding" in page.locator(".credit").inner_text()
 
 
 @pytest.mark.parametrize("address", ["", "#finding-1", "#episode-0", "#siblings-0", "#credit", "#drift", "#<b>"])
@@ -674,7 +704,10 @@ def test_an_evaluation_has_scores_and_nothing_of_training(size, axe, chatml_toke
     assert "Who knows?" in page.locator(".score").inner_text() and "target" in page.locator(".score").inner_text()
     assert "trained" not in page.locator(".facts").inner_text()
     assert page.locator(".learns").count() == 0
-    assert page.get_by_label("Episode", exact=True).locator("option").all_inner_texts()[1] == "t0 #1"
+    assert (
+        page.get_by_label("Episode", exact=True).locator("option").all_inner_texts()[1]
+        == "t0 #1 · task complete · reward 0"
+    )
     found = page.evaluate(f"{axe}; axe.run()")
     assert [
         (one["id"], one["nodes"][0]["html"][:200])

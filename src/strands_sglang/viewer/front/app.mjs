@@ -161,11 +161,17 @@ class App {
     document.getElementById("banner").hidden = true;
     if (place.view === "finding" && index.findings[place.number - 1]) return this.openFinding(place.number - 1);
     if (!this.tabs.some((link) => link.dataset.view === place.view)) place.view = index.report ? "report" : index.episodes.length > 1 || index.findings.length ? "overview" : "episode";
-    const known = place.number !== undefined && place.number < index.episodes.length ? place.number : undefined;
+    const kind = { episode: "episode", siblings: "group" }[place.view];
+    if (kind && place.number >= index[`${kind}s`].length) {
+      this.warn(`The page has no ${kind} ${place.number}.`);
+      return this.view("overview").open();
+    }
     if (place.view === "episode") {
-      await this.view("episode").open(known ?? this.views.episode?.number ?? 0, place);
+      const number = place.number ?? this.views.episode?.number ?? 0;
+      await this.view("episode").open(number, place);
+      for (const absent of this.views.episode.absent(place)) this.warn(`The episode has no ${absent}.`);
     } else if (place.view === "siblings") {
-      await this.view("siblings").open(place.number < index.groups.length ? place.number : undefined);
+      await this.view("siblings").open(place.number);
     } else {
       this.view(place.view).open(place.number);
     }
@@ -199,6 +205,13 @@ class App {
   go(address) {
     if (location.hash === `#${address}`) this.route();
     else location.hash = address;
+  }
+
+  warn(text) {
+    const banner = document.getElementById("banner");
+    banner.replaceChildren(h("b", {}, text));
+    banner.hidden = false;
+    this.tell(text);
   }
 
   tell(text) {

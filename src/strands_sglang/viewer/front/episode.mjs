@@ -42,6 +42,11 @@ export function stepAt(bounds, position) {
   return bounds[found];
 }
 
+/** An episode with how it ended. */
+function nameOf({ id, outcome, reward }) {
+  return [id, outcome?.replaceAll("_", " "), reward !== null && `reward ${number(reward, 3)}`].filter(Boolean).join(" · ");
+}
+
 export class EpisodeView {
   /** @param {{index: object, vocabulary: Vocabulary, load: (i: number) => Promise<object>, go: Function, tell: Function}} app */
   constructor(app) {
@@ -136,16 +141,25 @@ export class EpisodeView {
     else if (place.token !== undefined) this.openToken(place.token, place.count);
     else if (this.strip.current < 0 && this.flow.tokens.length) {
       const [first] = this.flow.bounds;
-      this.strip.choose(first.sampled < first.stop ? first.sampled : 0, false);
+      this.strip.choose(first.sampled < first.stop ? first.sampled : 0);
     }
     this.opening = false;
+  }
+
+  /** The parts of an address that the episode does not have. */
+  absent({ sequence, turn, token }) {
+    const { sequences, turns } = this.body;
+    const lengths = { sequence: sequences.length, turn: turns.length, token: this.flow.tokens.length };
+    return Object.entries({ sequence, turn, token })
+      .filter(([name, at]) => at >= lengths[name])
+      .map(([name, at]) => `${name} ${at}`);
   }
 
   fill() {
     const { index } = this.app;
     const { parts, head, body } = this;
     const around = index.episodes.map((_, i) => i).filter((i) => Math.abs(i - this.number) < 100);
-    parts.episode.replaceChildren(...around.map((i) => h("option", { value: i, selected: i === this.number, title: index.episodes[i].key }, index.episodes[i].id)));
+    parts.episode.replaceChildren(...around.map((i) => h("option", { value: i, selected: i === this.number, title: index.episodes[i].key }, nameOf(index.episodes[i]))));
     const words = [
       head.outcome,
       `reward ${number(head.reward, 3)}`,

@@ -213,6 +213,7 @@ export class Credit {
       h("div.bar", {}, audits.length > 1 && this.group, h("label", {}, "your loss ", this.loss), h("label", {}, "normalizer ", this.normalizer), h("label", {}, this.compares, " compare losses"), this.measure),
       this.verdict,
       this.caption,
+      h("p.caption", {}, "Σ|A| sums |advantage| over trained tokens; ratio is your loss / exact. Red: not exact. ⚑: a finding."),
       this.table.viewport,
     );
   }
@@ -276,7 +277,9 @@ export class Credit {
     const found = trained.filter((episode) => this.index.episodes[episode.episode].found);
     const bad = off.length > 0 || found.length > 0;
     const told = [];
-    if (off.length) told.push(`${counted(off.length, "episode")} of ${count(trained.length)} ${off.length === 1 ? "is" : "are"} not exact with your loss`);
+    const isFlat = trained.length && trained.every((episode) => episode.rows.every((row) => row.abs === 0));
+    if (isFlat) told.push("This group is flat: each advantage is 0, so nothing is learned from it");
+    else if (off.length) told.push(`${counted(off.length, "episode")} of ${count(trained.length)} ${off.length === 1 ? "is" : "are"} not exact with your loss`);
     else if (audit.recorded) told.push(`${trained.length === 1 ? "The episode" : `All ${count(trained.length)} episodes`}: exact with your loss`);
     else told.push("The file has no weights: the columns show those that make your loss exact");
     if (off.length && !audit.trainer) told.push("the file's weights are those of none of these losses in one micro-batch: choose yours");
