@@ -26,6 +26,16 @@ export function h(kind, attributes = {}, ...children) {
   return element;
 }
 
+/** Call a function whenever the width of an element changes, its first one included. */
+export function onWidth(element, changed) {
+  let width = 0;
+  new ResizeObserver(() => {
+    if (element.clientWidth === width) return;
+    width = element.clientWidth;
+    changed();
+  }).observe(element);
+}
+
 /** A number of at most four digits with a unit, or a number with separators. */
 export function count(value) {
   return Number(value).toLocaleString("en-US");

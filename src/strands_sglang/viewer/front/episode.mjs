@@ -3,7 +3,7 @@
 import { biography, facts, fate } from "./biography.mjs";
 import { PROPERTIES, available, legend } from "./colors.mjs";
 import { Conversation } from "./conversation.mjs";
-import { count, counted, h, number } from "./dom.mjs";
+import { count, counted, h, number, onWidth } from "./dom.mjs";
 import { scoreCard } from "./score.mjs";
 import { Finder, addressOf } from "./search.mjs";
 import { Strip } from "./strip.mjs";
@@ -18,28 +18,21 @@ export function sequenceOf(body, steps) {
   for (const [turn, kept] of steps) {
     const { prompt, sampled } = body.turns[turn];
     const stop = sampled[0] + kept;
-    bounds.push({
-      turn,
-      start: length,
-      sampled: length + prompt[1] - prompt[0],
-      stop: length + prompt[1] - prompt[0] + kept,
-    });
-    parts.push([prompt[0], prompt[1]], [sampled[0], stop]);
-    length = bounds[bounds.length - 1].stop;
+    const answer = length + prompt[1] - prompt[0];
+    bounds.push({ turn, start: length, sampled: answer, stop: answer + kept });
+    parts.push(prompt, [sampled[0], stop]);
+    length = answer + kept;
   }
   const places = new Int32Array(length);
   let at = 0;
   for (const [start, stop] of parts) for (let place = start; place < stop; place++) places[at++] = place;
-  const tokens = new Uint32Array(length);
-  for (let i = 0; i < length; i++) tokens[i] = body.columns.token[places[i]];
+  const tokens = Uint32Array.from(places, (place) => body.columns.token[place]);
   return { places, tokens, bounds };
 }
 
 /** The step of a sequence that holds a position. */
 export function stepAt(bounds, position) {
-  let found = 0;
-  for (let i = 0; i < bounds.length; i++) if (bounds[i].start <= position) found = i;
-  return bounds[found];
+  return bounds.findLast(({ start }) => start <= position) ?? bounds[0];
 }
 
 /** An episode with how it ended. */
@@ -61,13 +54,7 @@ export class EpisodeView {
         choose: (turn) => this.openTurn(turn),
       }),
     );
-    let width = 0;
-    new ResizeObserver(() => {
-      if (this.body && this.parts.tree.clientWidth !== width) {
-        width = this.parts.tree.clientWidth;
-        this.tree.fit(this.treeRows.length);
-      }
-    }).observe(this.parts.tree);
+    onWidth(this.parts.tree, () => this.body && this.tree.fit(this.treeRows.length));
     this.strip = new Strip(this.parts.strip, {
       point: (position) => this.describe(position),
       choose: (position) => this.choose(position),
@@ -101,14 +88,7 @@ export class EpisodeView {
       h(
         "div.work",
         {},
-        h(
-          "div.bar",
-          {},
-          parts.sequence,
-          h("label", {}, "color ", parts.color),
-          parts.rendered,
-          this.finder.element,
-        ),
+        h("div.bar", {}, parts.sequence, h("label", {}, "color ", parts.color), parts.rendered, this.finder.element),
         this.finder.told,
         this.finder.results,
         parts.score,
@@ -177,9 +157,7 @@ export class EpisodeView {
       ...own.slice(0, 4).map(([finding, i]) => h("a.finding", { href: `#finding-${i + 1}`, title: finding.why }, h("b", {}, finding.title), " ", finding.where)),
       ...(own.length > 4 ? [h("a.finding", { href: "#overview" }, counted(own.length - 4, "more finding"))] : []),
     );
-    parts.sequence.replaceChildren(
-      ...body.sequences.map((sequence, i) => h("option", { value: i }, sequence.name)),
-    );
+    parts.sequence.replaceChildren(...body.sequences.map(({ name }, i) => h("option", { value: i }, name)));
     const colors = available(body.columns);
     if (!colors.includes(this.color)) this.color = colors[0];
     parts.color.replaceChildren(...colors.map((key) => h("option", { value: key, selected: key === this.color }, PROPERTIES[key].label)));
@@ -199,11 +177,7 @@ export class EpisodeView {
     this.sequence = at;
     this.shown = this.number;
     parts.sequence.value = String(at);
-    if (!sequence || !body.length) {
-      this.flow = { places: new Int32Array(), tokens: new Uint32Array(), bounds: [] };
-    } else {
-      this.flow = sequenceOf(body, sequence.steps);
-    }
+    this.flow = sequenceOf(body, body.length && sequence ? sequence.steps : []);
     const headings = this.flow.bounds.flatMap((bound) => this.headings(bound));
     this.strip.show({ ...this.flow, vocabulary: this.app.vocabulary, headings }, (place) => this.classOf(place));
     parts.strip.classList.toggle("blank", !this.flow.tokens.length);

@@ -58,17 +58,13 @@ export function parseQuery(query, { ids, writers, versions }) {
   }
   match = NAMED.exec(text);
   if (match) {
-    const [, name, wanted] = match;
-    const value = wanted.trim();
-    if (name.toLowerCase() === "writer") {
-      const code = writers.indexOf(value.toLowerCase());
-      if (code >= 0) return { test: (c, i) => c.writer?.[i] === code };
-    } else if (name.toLowerCase() === "version") {
-      const code = versions.indexOf(value) + 1;
-      if (code > 0) return { test: (c, i) => c.version?.[i] === code };
-    } else {
-      return { test: (c, i) => c.turn?.[i] === Number(value) };
-    }
+    const name = match[1].toLowerCase();
+    const codes = {
+      writer: writers.indexOf(match[2].toLowerCase()),
+      version: versions.indexOf(match[2]) + 1 || -1, // 0 is no version
+      turn: Number(match[2]),
+    };
+    if (codes[name] !== -1) return { test: (c, i) => c[name]?.[i] === codes[name] };
   }
   return { text: query, property: PROPERTY.exec(text)?.[0] };
 }

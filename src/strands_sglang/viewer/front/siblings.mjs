@@ -1,6 +1,6 @@
 // The episodes of one prompt side by side, aligned at their first difference.
 
-import { counted, h, number } from "./dom.mjs";
+import { counted, h, number, onWidth } from "./dom.mjs";
 import { firstDifference, layOut } from "./layout.mjs";
 import { columnWidth, tokenSpan } from "./strip.mjs";
 import { VirtualList } from "./virtual.mjs";
@@ -39,13 +39,7 @@ export class Siblings {
     this.list = new VirtualList(this.viewport, ROW_HEIGHT, (row) => this.renderRow(row));
     this.viewport.addEventListener("pointerover", (event) => this.on(event, told.point));
     this.viewport.addEventListener("click", (event) => this.on(event, told.choose));
-    let width = 0;
-    new ResizeObserver(() => {
-      if (this.lanes && this.viewport.clientWidth !== width) {
-        width = this.viewport.clientWidth;
-        this.layOut();
-      }
-    }).observe(this.viewport);
+    onWidth(this.viewport, () => this.lanes && this.layOut());
   }
 
   on(event, tell) {

@@ -1,6 +1,6 @@
 // A sequence of tokens as rows of text, with a current token that the arrow keys move.
 
-import { h } from "./dom.mjs";
+import { h, onWidth } from "./dom.mjs";
 import { layOut } from "./layout.mjs";
 import { VirtualList } from "./virtual.mjs";
 
@@ -33,14 +33,11 @@ export class Strip {
   /**
    * @param {HTMLElement} viewport
    * @param {{point: (position: number) => void, choose: (position: number) => void, seen?: (position: number) => void}}
-   *     told what is pointed at, what is chosen, and
-   *     the first position in view if the current token is not
-   * @param {{lanes?: number}} options number of strips side by side, which share the budget of nodes
+   *     told what is pointed at, what is chosen, and the first position in view if the current token is not
    */
-  constructor(viewport, told, { lanes = 1 } = {}) {
+  constructor(viewport, told) {
     this.viewport = viewport;
     this.told = told;
-    this.lanes = lanes;
     this.current = -1;
     this.hits = null;
     this.list = new VirtualList(viewport, ROW_HEIGHT, (row) => this.renderRow(row));
@@ -61,13 +58,7 @@ export class Strip {
       if (at !== undefined) this.choose(Number(at), false);
     });
     viewport.addEventListener("keydown", (event) => this.key(event));
-    let width = 0;
-    new ResizeObserver(() => {
-      if (this.sequence && viewport.clientWidth !== width) {
-        width = viewport.clientWidth;
-        this.layOut();
-      }
-    }).observe(viewport);
+    onWidth(viewport, () => this.sequence && this.layOut());
   }
 
   /**
@@ -90,7 +81,7 @@ export class Strip {
     const { tokens, vocabulary, headings } = this.sequence;
     const limit = Math.max(8, Math.floor((this.viewport.clientWidth - 24) / columnWidth(this.viewport)));
     const visibleRows = Math.ceil(this.viewport.clientHeight / ROW_HEIGHT) + 6;
-    const most = Math.max(4, Math.floor(MOST_TOKENS / this.lanes / visibleRows));
+    const most = Math.max(4, Math.floor(MOST_TOKENS / visibleRows));
     const keep = this.current >= 0 ? this.current : this.rows ? this.rows.starts[Math.floor(this.viewport.scrollTop / ROW_HEIGHT)] : 0;
     this.limit = limit;
     this.rows = layOut(tokens.length, (i) => vocabulary.entry(tokens[i]), limit, headings, most);

@@ -9,32 +9,23 @@ const NAMED = new Map([
   [0x7f, "␡"],
 ]);
 
-/** Whether a code point has no shape of its own, or changes how its neighbors are drawn. */
-function isHidden(code) {
-  return (
-    (code >= 0x7f && code <= 0x9f) ||
-    code === 0xad ||
-    code === 0x61c ||
-    code === 0x180e ||
-    (code >= 0x200b && code <= 0x200f) ||
-    (code >= 0x2028 && code <= 0x202e) ||
-    (code >= 0x2060 && code <= 0x206f) ||
-    code === 0xfeff ||
-    (code >= 0xfff9 && code <= 0xfffb) ||
-    (code >= 0xd800 && code <= 0xdfff) ||
-    (code >= 0xe0000 && code <= 0xe0fff)
-  );
-}
+// Code points that have no shape of their own, or change how their neighbors are drawn.
+const HIDDEN = String.raw`\x7f-\x9f\xad\u061c\u180e\u200b-\u200c\u200e-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{d800}-\u{dfff}\u{e0000}-\u{e0fff}`;
+const JOINER = "\u200d"; // harmless in prose, where it joins the parts of emoji
+const SIGNED = new RegExp(`([\\0-\\x20\\xa0${JOINER}${HIDDEN}])\\1*`, "gu");
+const UNSAFE = new RegExp(`[\\0-\\x08\\x0b-\\x1f${HIDDEN}]`, "gu");
 
 /** Return U+ notation, such as U+202E. */
 export function codePoint(code) {
   return "U+" + code.toString(16).toUpperCase().padStart(4, "0");
 }
 
-/** Return the name of a code point; of one that Python's surrogateescape made, the byte that is not UTF-8. */
-function named(code) {
+/** The sign of a character; of one that Python's surrogateescape made, the byte that is not UTF-8. */
+function sign(character) {
+  const code = character.codePointAt(0);
+  if (code < 0x20) return NAMED.get(code) ?? String.fromCodePoint(0x2400 + code);
   const isByte = code >= 0xdc80 && code <= 0xdcff;
-  return `⟨${isByte ? hex(code - 0xdc00) : codePoint(code)}⟩`;
+  return NAMED.get(code) ?? `⟨${isByte ? hex(code - 0xdc00) : codePoint(code)}⟩`;
 }
 
 function hex(byte) {
@@ -43,70 +34,28 @@ function hex(byte) {
 
 /** Return text in which everything can be seen; runs of nine or more equal blanks are counted instead. */
 export function visible(text) {
-  let shown = "";
-  const codes = [...text];
-  for (let i = 0; i < codes.length; i++) {
-    const code = codes[i].codePointAt(0);
-    let sign = NAMED.get(code);
-    if (sign === undefined && code < 0x20) sign = String.fromCodePoint(0x2400 + code);
-    if (sign === undefined && isHidden(code)) sign = named(code);
-    if (sign === undefined) {
-      shown += codes[i];
-      continue;
-    }
-    let run = 1;
-    while (codes[i + run] === codes[i]) run++;
-    if (run > 8) {
-      shown += `${sign}×${run}`;
-      i += run - 1;
-    } else {
-      shown += sign;
-    }
-  }
-  return shown;
+  return text.replace(SIGNED, (run, character) => {
+    const many = run.length / character.length;
+    return many > 8 ? `${sign(character)}×${many}` : sign(character).repeat(many);
+  });
 }
-
-const SUSPECT = /[^\t\n\u0020-\u007e\u00a0-\u00ac\u00ae-\u0600\u0620-\u1800\u1820-\u1fff\u2010-\u2027\u2030-\u205f\u2070-\ud7ff\ue000-\ufefe]/;
 
 /** Return text for prose: hidden characters are named, white space stays. */
 export function harmless(text) {
-  if (!SUSPECT.test(text)) return text;
-  let shown = "";
-  for (const character of text) {
-    const code = character.codePointAt(0);
-    if (code < 0x20 && code !== 0x0a && code !== 0x09) shown += String.fromCodePoint(0x2400 + code);
-    else if (isHidden(code) && code !== 0x200d) shown += named(code);
-    else shown += character;
-  }
-  return shown;
+  return text.replace(UNSAFE, sign);
 }
 
-const MARK = /^\p{M}$/u;
+const NARROW = /[\p{M}\u200d]/u;
+const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6\u{1f300}-\u{1faff}\u{20000}-\u{3fffd}]/u;
 
 /** Number of columns that text takes in a fixed-width font. */
 export function columns(text) {
   let total = 0;
   for (const character of text) {
-    const code = character.codePointAt(0);
-    if (code < 0x300) total += 1;
-    else if (MARK.test(character) || code === 0x200d) total += 0;
-    else total += isWide(code) ? 2 : 1;
+    if (character < "\u0300") total += 1;
+    else if (!NARROW.test(character)) total += WIDE.test(character) ? 2 : 1;
   }
   return total;
-}
-
-function isWide(code) {
-  return (
-    (code >= 0x1100 && code <= 0x115f) ||
-    (code >= 0x2e80 && code <= 0xa4cf) ||
-    (code >= 0xac00 && code <= 0xd7a3) ||
-    (code >= 0xf900 && code <= 0xfaff) ||
-    (code >= 0xfe30 && code <= 0xfe6f) ||
-    (code >= 0xff00 && code <= 0xff60) ||
-    (code >= 0xffe0 && code <= 0xffe6) ||
-    (code >= 0x1f300 && code <= 0x1faff) ||
-    (code >= 0x20000 && code <= 0x3fffd)
-  );
 }
 
 const ENCODER = new TextEncoder();
