@@ -148,7 +148,7 @@ class WorldSandbox(PosixShellSandbox):
 
         Args:
             command: The command.
-            timeout: Time limit in seconds; None for the world's.
+            timeout: Time limit in seconds, at most the world's; None for that.
             cwd: Working directory; None for the image's.
             env: Environment variables in addition to those of the world.
             **kwargs: Ignored.
@@ -159,6 +159,8 @@ class WorldSandbox(PosixShellSandbox):
             ValueError: A variable's name is not valid.
         """
         validate_env_keys(env or {})
+        most = self.world.limits.wall_s  # a model may choose the time
+        seconds = most if timeout is None else min(timeout, most)
         pieces: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
         decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in ("stdout", "stderr")}
         running = asyncio.ensure_future(
@@ -167,7 +169,7 @@ class WorldSandbox(PosixShellSandbox):
                 user=self._user,
                 working_dir=cwd,
                 env=env,
-                timeout_s=timeout,
+                timeout_s=seconds,
                 on_output=lambda stream, data: pieces.put_nowait(StreamChunk(decoders[stream].decode(data), stream)),
             )
         )
@@ -181,7 +183,6 @@ class WorldSandbox(PosixShellSandbox):
             await asyncio.wait({running})
         stdout, stderr = _shown(execution.stdout), _shown(execution.stderr)
         if execution.ended == "timeout":
-            seconds = self.world.limits.wall_s if timeout is None else timeout
             raise _timed_out(seconds, stdout, stderr)
         code = execution.exit_code
         if code is None:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import itertools
+import json
 import os
 import signal
 import socket
@@ -35,6 +36,7 @@ Stream = Literal["stdout", "stderr"]
 START_S = 30.0
 GRACE_S = 15.0  # most time beyond its limit that a program may take to end
 FILE_S = 600.0
+MOST_S = 1e9
 CHUNK = 1 << 16
 OPTIONS_BYTES = 4_000  # of a mount: a page
 FIRST_FILES: Mapping[str, str] = {
@@ -280,6 +282,8 @@ class World:
         if control is None:
             return
         self._loop.remove_reader(control)
+        with contextlib.suppress(OSError):
+            control.shutdown(socket.SHUT_RDWR)  # a fork of this process may have it, too
         control.close()
         self._fail(SandboxError("the world was stopped"))
         if self._process is not None:
@@ -338,8 +342,15 @@ class World:
         if asyncio.get_running_loop() is not self._loop:
             raise SandboxError("a world belongs to the event loop that started it")
         number = next(self._numbers)
+        message = {**request, "number": number, "timeout_s": min(timeout_s, MOST_S)}
+        if len(json.dumps(message)) > MOST_BYTES:
+            raise ValueError("the command, its variables or the path are longer than Linux allows")
         self._waiting[number] = self._loop.create_future()
-        await self._send({**request, "number": number, "timeout_s": timeout_s}, files)
+        try:
+            await self._send(message, files)
+        except BaseException:
+            del self._waiting[number]
+            raise
         return number
 
     async def _end(self, number: int, timeout_s: float) -> dict[str, Any]:
@@ -412,7 +423,7 @@ class World:
                 f"a program cannot run as {user}: worlds of user {os.geteuid()} have a single user, root. "
                 "Run as this machine's root, or pass user='root'"
             )
-        timeout_s = self.limits.wall_s if timeout_s is None else timeout_s
+        timeout_s = min(self.limits.wall_s if timeout_s is None else timeout_s, MOST_S)
         request = {
             "do": "execute",
             "command": command if isinstance(command, str) else list(command),
@@ -421,8 +432,6 @@ class World:
             "environment": dict(env or {}),
             "privileges": privileges,
         }
-        if len(repr(request)) > MOST_BYTES // 2:
-            raise ValueError("the command and its variables are longer than Linux allows: write them to a file")
         try:
             stdout = _Output(self._loop, "stdout", self.limits.output_bytes, on_output)
             stderr = stdout if is_merged else _Output(self._loop, "stderr", self.limits.output_bytes, on_output)
@@ -714,7 +723,10 @@ def _unpack(pipe: int, target: str, most: int) -> None:
                 left -= member.size
                 if left < 0:
                     raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), target)
+                path = os.path.join(folder, member.name)
                 if _is_harmless(member, folder, target):
+                    if os.path.islink(path) or os.path.isfile(path):  # to write through a link would change its target
+                        os.unlink(path)
                     member.mode &= 0o777
                     archive.extract(member, folder, set_attrs=not member.issym())
 
@@ -724,6 +736,9 @@ def _is_harmless(member: tarfile.TarInfo, folder: str, target: str) -> bool:
     path = os.path.join(folder, member.name)
     reached = [os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))]
     if member.issym():
+        names = member.linkname.split("/")
+        if any(name == ".." and before != ".." for before, name in zip(names, names[1:], strict=False)):
+            return False  # where it leads depends on links that may come later
         reached.append(os.path.realpath(os.path.join(os.path.dirname(path), member.linkname)))
     elif member.islnk():
         reached.append(os.path.realpath(os.path.join(folder, member.linkname)))

@@ -160,6 +160,33 @@ async def test_the_events_of_the_owner_do_not_wait_for_worlds():
     assert longest < 1.0
 
 
+NAMES = {
+    "line ends": r"\r\r\r\r\r",
+    "a field": r"\rVmPTE:\tx",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_the_name_of_a_process_deceives_no_limit(world, name):
+    ran = await world.execute(f"printf '{NAMES[name]}' > /proc/self/comm; setsid -w sleep 1000", timeout_s=0.5)
+    assert ran.ended == "timeout"
+    assert (await world.execute("grep -l sleep /proc/[0-9]*/comm")).stdout == b""
+
+
+TOO_LONG = {
+    "a command": lambda world: world.execute("echo " + "\U0001f600" * 30_000),
+    "a path": lambda world: world.read("/" + "x" * 220_000),
+}
+
+
+@pytest.mark.parametrize("what", TOO_LONG)
+async def test_what_is_too_long_is_refused_and_the_world_goes_on(world, what):
+    with pytest.raises(ValueError, match="longer than Linux allows"):
+        await TOO_LONG[what](world)
+    assert (await world.execute("echo alive", timeout_s=10**400)).stdout == b"alive\n"
+    await world.snapshot()
+
+
 # --- files ---
 
 
@@ -216,6 +243,18 @@ async def test_a_pipe_or_a_device_does_not_block_a_read(world):
     with pytest.raises(OSError) as raised:
         await world.read("/dev/zero")
     assert raised.value.errno == errno.EFBIG
+
+
+async def test_links_that_lead_out_only_together_are_left_out(world, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    await world.execute("mkdir -p /out/p/q && cd /out/p/q && ln -s B/../../../victim A && ln -s ../.. B")
+    await world.get("/out", tmp_path / "copy")
+    assert not os.path.lexists(tmp_path / "copy/p/q/A")
+    await world.execute("cd /out/p/q && rm A && echo written > A")
+    (tmp_path / "copy/p/q/A").symlink_to(victim)
+    await world.get("/out", tmp_path / "copy")
+    assert victim.read_text() == "untouched"
 
 
 LINKS = {

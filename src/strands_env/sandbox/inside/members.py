@@ -11,7 +11,7 @@ import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any
 
@@ -33,10 +33,12 @@ class Usage:
         memory: Memory in bytes, including kernel buffers, page tables, and shared memory that no process has in its
             page tables. A resident shared page counts for each process; a pipe or a socket counts as full.
         unnamed: Size in bytes of deleted files that are still open.
+        threads: Number of threads.
     """
 
     memory: int
     unnamed: int
+    threads: int
 
 
 class Members(ABC):
@@ -64,7 +66,8 @@ class Members(ABC):
         found = [_status(pid, lines=100) for pid in pids]
         resident = _bytes(found, "VmRSS", "VmSwap", "VmPTE", "HugetlbPages")
         absent = max(0, _shared_memory(pids, deadline) - _bytes(found, "RssShmem"))
-        return Usage(resident + absent + buffers, sum(unnamed.values()))
+        threads = sum(int(status.get("Threads", 0)) for status in found)
+        return Usage(resident + absent + buffers, sum(unnamed.values()), threads)
 
     def _open_files(self, pid: int) -> Iterator[os.stat_result]:
         folder = f"/proc/{pid}/fd"
@@ -90,7 +93,7 @@ class OfNamespace(Members):
         used = super().usage(pids, deadline)
         with contextlib.suppress(OSError), open("/proc/sysvipc/shm") as segments:  # they need no process
             next(segments)
-            return Usage(used.memory + sum(int(line.split()[14]) for line in segments), used.unnamed)
+            return replace(used, memory=used.memory + sum(int(line.split()[14]) for line in segments))
         return used
 
     def _sockets(self, seen: int) -> int:
@@ -222,7 +225,8 @@ def _mappings(pids: Iterable[int], deadline: float) -> Iterator[tuple[int, bytes
 
 def _status(pid: int, lines: int = 10) -> dict[str, str]:
     """Return the first word of each of the first lines of /proc/PID/status; empty if the process is gone."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", errors="replace") as file:
+    # A program chooses its name, which may have other line ends.
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", errors="replace", newline="\n") as file:
         fields = [line.partition(":") for line in itertools.islice(file, lines)]
         return {name: (words.split() or [""])[0] for name, _, words in fields}
     return {}
