@@ -68,13 +68,7 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
     kernel.mount("devpts", "/dev/pts", "devpts", kernel.MS_NOSUID, "newinstance,ptmxmode=0666,mode=0620")
     size = config["limits"]["memory_bytes"]
     space = f"mode=1777,size={size},nr_inodes={most_files(size)}"
-    kernel.mount(
-        "tmpfs",
-        SHARED_MEMORY,
-        "tmpfs",
-        kernel.MS_NOSUID | kernel.MS_NODEV,
-        f"mode=1777,size={size},nr_inodes={most_files(size)}",
-    )
+    kernel.mount("tmpfs", SHARED_MEMORY, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, space)
     for name, target in LINKS.items():
         os.symlink(target, f"/dev/{name}")
     for path, opened in shown:
