@@ -91,13 +91,13 @@ SEEN = "import os, stat\nfrom pathlib import Path\n" + __import__("inspect").get
 
 
 async def run(world, steps):
-    code = f"{APPLY}\nos.umask(0o022)\nos.chdir('/work')\napply({steps!r})"
+    code = f"{APPLY}\nos.umask(0o022)\nos.chdir('/task')\napply({steps!r})"
     ran = await world.execute(["python3", "-c", code])
     assert ran.exit_code == 0, ran
 
 
 async def look(world):
-    ran = await world.execute(["python3", "-c", f"{SEEN}\nprint(repr(seen('/work')))"])
+    ran = await world.execute(["python3", "-c", f"{SEEN}\nprint(repr(seen('/task')))"])
     assert ran.exit_code == 0, ran
     return eval(ran.stdout)
 
@@ -107,7 +107,7 @@ async def one_history(seed, folder):
     chance = random.Random(seed)
     count = 0
     root = await World().start()
-    await root.execute("mkdir /work")
+    await root.execute("mkdir /task")
     worlds = [(root, Path(folder, "0"))]
     worlds[0][1].mkdir()
     try:

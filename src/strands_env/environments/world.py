@@ -38,7 +38,7 @@ class WorldEnvironment(Environment):
         class Solved:
             def __init__(self, environment): self.environment = environment
             async def compute(self, action, step_result):
-                ran = await self.environment.world.execute("pytest -q /work")
+                ran = await self.environment.world.execute("pytest -q /task")
                 return RewardResult(reward=float(ran.exit_code == 0), info={"pytest": ran.output})
 
         environment = WorldEnvironment(model_factory, image=image)

@@ -2,7 +2,7 @@
 
 All layers of a user are in one folder, by default in the folder for temporary files. A layer `NAME` has the files in
 `NAME/u`, what the overlay needs in `NAME/w`, and a lock that everyone who uses it shares. A layer that no one holds is
-removed; what a killed process left is removed when the next one starts its first world. Layers of images stay.
+removed; what a killed process left is removed when the next one starts its first world.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from .inside.file_system import remove
 
 FOLDER_VARIABLE = "STRANDS_ENV_WORLDS"
-IMAGE_PREFIX = "i-"
 EMPTY_LAYER = "i-empty"  # the kernel wants at least one below a world's own
 UNFINISHED_S = 60.0
 SPARE_USERS = (2_000_000_000, 65_536)
@@ -33,7 +32,7 @@ FEW_USERS = 2_048
 class Layer:
     """A layer that this process holds.
 
-    It is removed with the last reference to it in all processes, unless it is one of an image.
+    It is removed with the last reference to it in all processes.
 
     Attributes:
         name: Name of its folder.
@@ -105,30 +104,11 @@ def new_layer() -> Layer:
     return Layer(name, lock)
 
 
-def hold(name: str) -> Layer:
-    """Hold an existing layer.
-
-    Raises:
-        FileNotFoundError: It does not exist any more.
-    """
-    lock = os.open(folder() / name / "lock", os.O_RDONLY | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    return Layer(name, lock)
-
-
-def keep(layer: Layer, name: str) -> Layer:
-    """Make a finished layer one of an image, under its name; another process may have been faster."""
-    with contextlib.suppress(FileExistsError), _while_not_swept(fcntl.LOCK_SH):
-        with contextlib.suppress(OSError):
-            os.rename(layer.path, folder() / name)
-    return hold(name)
-
-
 def sweep() -> None:
     """Remove layers that no one holds, which killed processes left."""
     (folder() / EMPTY_LAYER / "u").mkdir(0o755, parents=True, exist_ok=True)
     with _while_not_swept(fcntl.LOCK_EX):
-        left = [path for path in folder().iterdir() if path.is_dir() and not path.name.startswith(IMAGE_PREFIX)]
+        left = [path for path in folder().iterdir() if path.is_dir() and path.name != EMPTY_LAYER]
         free = [path for path in left if _is_free(path)]
     for path in free:
         remove(str(path))
@@ -161,7 +141,7 @@ def _while_not_swept(kind: int) -> Iterator[None]:
 def _release(path: str, lock: int, owner: int) -> None:
     """Let go of a layer, and remove it if no one else holds it. In a fork of the process, only the descriptor goes."""
     with contextlib.suppress(OSError):
-        if owner == os.getpid() and not os.path.basename(path).startswith(IMAGE_PREFIX):
+        if owner == os.getpid():
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(path)
     os.close(lock)

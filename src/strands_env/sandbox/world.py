@@ -148,8 +148,8 @@ class World:
     Examples:
         ```python
         async with World() as world:
-            await world.write("/work/main.py", b"print(6 * 7)")
-            execution = await world.execute("python3 main.py", working_dir="/work")
+            await world.write("/task/main.py", b"print(6 * 7)")
+            execution = await world.execute("python3 main.py", working_dir="/task")
             print(execution.output)
         ```
     """
@@ -221,8 +221,7 @@ class World:
         self._was_started = True
         self._loop = asyncio.get_running_loop()
         try:
-            await _in_thread(_sweep_once, await _in_thread(folder), os.getpid())
-            self._own = await _in_thread(new_layer)
+            self._own = await _in_thread(_first_layer)
             await self._launch()
         except OSError as error:
             await self.stop()
@@ -246,7 +245,6 @@ class World:
             "layers": layers,
             "users": users(),
             "network": self.network,
-            "hostname": "world",
             "shown": [in_utf8(path) for path in shown],
             "files": {} if self.image.layers else dict(FIRST_FILES),
             "limits": asdict(self.limits),
@@ -676,6 +674,11 @@ class _Output:
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+
+
+def _first_layer() -> Layer:
+    _sweep_once(folder(), os.getpid())
+    return new_layer()
 
 
 @functools.lru_cache(maxsize=8)

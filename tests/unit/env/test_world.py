@@ -200,10 +200,10 @@ async def test_files_go_in_and_out(world, tmp_path):
     (source / "link").symlink_to("/etc/passwd")
     (source / "run").write_text("#!/bin/sh\necho ran\n")
     (source / "run").chmod(0o755)
-    await world.put(source, "/work/copy")
-    ran = await world.execute("/work/copy/run; readlink /work/copy/link; stat -c %u /work/copy/run")
+    await world.put(source, "/task/copy")
+    ran = await world.execute("/task/copy/run; readlink /task/copy/link; stat -c %u /task/copy/run")
     assert ran.stdout == b"ran\n/etc/passwd\n0\n"
-    await world.get("/work/copy", tmp_path / "back")
+    await world.get("/task/copy", tmp_path / "back")
     assert (tmp_path / "back" / "inner" / "file").read_bytes() == content
     assert not (tmp_path / "back" / "link").is_symlink()  # it leads out of the copy
 

@@ -41,7 +41,7 @@ def open_shown(paths: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
-    """Build the root of a world and enter it; return a descriptor of its own layer, which is outside.
+    """Build the root of a world and enter it; return a descriptor of its layer, which lies outside.
 
     The root is an overlay of layers, each a folder `NAME/u` in the current folder. Nothing is followed or made below it
     before it is the root, for a link in an image would lead to the machine's files.

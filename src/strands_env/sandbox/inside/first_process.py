@@ -4,8 +4,8 @@ It is a Python process that has imported all it needs before it enters the root,
 serves requests over the control socket: `execute`, `stop`, `read`, `write`, `pack`, `unpack`, `copy`. When it ends, the
 kernel ends all processes of the world. It ends when the socket closes or its owner is gone.
 
-Each program has a parent of its own, which adopts orphans: to end the program ends its whole tree, also what left its
-session. Programs in the background of one that exited by itself become children of the first process, and live on.
+Each program has its own parent, which adopts orphans, so that ending the program ends its whole tree, even what left
+its session. Programs in the background of one that exited by itself become children of the first process, and live on.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class FirstProcess:
 
     def _enter(self, shown: list[tuple[str, int]]) -> tuple[int, Members]:
         """Enter the root; return a descriptor of the world's own layer, and what finds its processes."""
-        socket.sethostname(self._config["hostname"])
+        socket.sethostname("world")
         if self._config["network"] == "none":
             _loopback_up()
         upper = file_system.build(self._config, shown)
@@ -189,7 +189,7 @@ class FirstProcess:
         if not self._running and not self._in_background:
             return None
         deadlines = [one.deadline for one in self._running.values()]
-        return max(0.0, min(self._next_check, *deadlines, self._next_check) - time.monotonic()) * 1000
+        return max(0.0, min([self._next_check, *deadlines]) - time.monotonic()) * 1000
 
     def _take(self, request: dict[str, Any], files: list[int]) -> None:
         if request["do"] == "stop":

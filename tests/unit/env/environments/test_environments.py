@@ -172,18 +172,18 @@ class OutputIs42:
         self.environment = environment
 
     async def compute(self, action, step_result):
-        ran = await self.environment.world.execute("python3 /work/main.py")
+        ran = await self.environment.world.execute("python3 /task/main.py")
         return RewardResult(reward=float(ran.output == "42\n"))
 
 
 @needs_worlds
 async def test_an_agent_edits_a_file_and_runs_it_in_a_world(factory):
     answers = [
-        call("file_editor", command="create", path="/work/main.py", file_text="print(6 * 6)\n"),
-        call("file_editor", command="str_replace", path="/work/main.py", old_str="6 * 6", new_str="6 * 7"),
-        call("shell", command="python3 /work/main.py; cat /etc/shadow; sleep 60", timeout=1),
+        call("file_editor", command="create", path="/task/main.py", file_text="print(6 * 6)\n"),
+        call("file_editor", command="str_replace", path="/task/main.py", old_str="6 * 6", new_str="6 * 7"),
+        call("shell", command="python3 /task/main.py; cat /etc/shadow; sleep 60", timeout=1),
         call("shell", command="yes | head -c 300000000"),
-        call("shell", command="python3 /work/main.py"),
+        call("shell", command="python3 /task/main.py"),
     ]
     environment = WorldEnvironment(factory(*answers, "done"))
     environment.reward_fn = OutputIs42(environment)
@@ -194,7 +194,7 @@ async def test_an_agent_edits_a_file_and_runs_it_in_a_world(factory):
     assert "exceeded the limit on output" in texts[3] and "characters left out" in texts[3] and len(texts[3]) < 300_000
     assert "42" in texts[4]
     assert result.reward is not None and result.reward.reward == 1.0
-    assert not Path("/work/main.py").exists() and not running(os.getpid())
+    assert not Path("/task/main.py").exists() and not running(os.getpid())
 
 
 async def test_a_world_that_does_not_start_is_an_infrastructure_error(factory, monkeypatch):
