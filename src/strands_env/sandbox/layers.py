@@ -25,7 +25,7 @@ from .inside.file_system import remove
 FOLDER_VARIABLE = "STRANDS_ENV_WORLDS"
 EMPTY_LAYER = "i-empty"  # the kernel wants at least one below a world's own
 UNFINISHED_S = 60.0
-SPARE_USERS = (2_000_000_000, 65_536)
+SPARE_USERS = (2_000_000_000, 1 << 23)  # twice as many as there can be processes
 FEW_USERS = 2_048
 
 
@@ -56,7 +56,8 @@ def users() -> tuple[int, ...]:
     """Return the users of worlds on this machine: the first one and their number; a single one if there are no others.
 
     Root's worlds have users who own nothing outside, so that not even their root is a user of this machine. In a
-    container, they are the upper half of what it has. Others can only use themselves.
+    container, they are the upper half of what it has. The first half is for worlds in namespaces, the second for those
+    without. Others can only use themselves.
     """
     with open("/proc/self/uid_map") as lines:
         ranges = [(int(first), int(count)) for first, _, count in (line.split() for line in lines)]

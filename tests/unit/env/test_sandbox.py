@@ -26,6 +26,7 @@ from strands_env.sandbox import (
     SandboxUnavailableError,
     available_modes,
 )
+from strands_env.sandbox.layers import users
 from support.processes import running
 
 SYSTEM_PYTHON = "/usr/bin/python3"  # on most machines, every user may run it
@@ -77,6 +78,16 @@ def folders(monkeypatch, tmp_path_factory):
 async def test_a_run_returns_the_output_and_the_exit_code(mode):
     ran = await sandbox_in(mode).run("import sys\nprint('out')\nprint('err', file=sys.stderr)\nsys.exit(3)")
     assert (ran.output, ran.ended, ran.exit_code) == ("out\nerr\n", "exited", 3)
+
+
+async def test_a_run_as_another_user_has_a_user_of_its_own():
+    if python_for("uid") is None:
+        pytest.skip("not here")
+    sandbox = sandbox_in("uid")
+    ran = await asyncio.gather(*(sandbox.run("import os; print(os.getuid())") for _ in range(4)))
+    used = {int(one.output) for one in ran}
+    first, count = users()
+    assert len(used) == 4 and min(used) >= first + count // 2  # the first half is for worlds in namespaces
 
 
 async def test_an_error_shows_its_traceback(mode):

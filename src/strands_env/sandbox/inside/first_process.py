@@ -101,7 +101,7 @@ def _map_users(pid: int, users: list[int]) -> None:
         return
     first, count = users
     for kind in ("uid", "gid"):
-        _write(f"/proc/{pid}/{kind}_map", f"0 {first} {count}")
+        _write(f"/proc/{pid}/{kind}_map", f"0 {first} {count // 2}")
 
 
 @dataclass

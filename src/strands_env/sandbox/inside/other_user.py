@@ -16,8 +16,6 @@ from . import file_system, kernel
 from .first_process import FirstProcess, Space
 from .members import Members, OfUser
 
-USERS_OF_WORLDS = 1 << 16  # of the spare users; the others are for worlds without namespaces
-
 
 class OtherUser(FirstProcess):
     """Serves the requests of a world's owner, without namespaces."""
@@ -36,7 +34,7 @@ class OtherUser(FirstProcess):
         if kernel.landlock_version() < 1:
             raise OSError("the kernel has no Landlock")
         first, count = config["users"]
-        self._uid = first + (USERS_OF_WORLDS + os.getpid()) % count
+        self._uid = first + count // 2 + os.getpid() % (count // 2)
         own = f"{config['layers'][0]}/u"
         os.chown(config["layers"][0], self._uid, self._uid)
         os.chown(own, self._uid, self._uid)
