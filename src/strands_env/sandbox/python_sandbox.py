@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import get_args
 
+from .layers import users
 from .starting import INSIDE, environment
 from .world import (
     DEFAULT_LIMITS,
@@ -138,7 +139,8 @@ async def _run(
     executable, *paths = _interpreter(python)
     visible = (*paths, *visible_paths)
     command = [executable, "-E", "-s", "-B", "-u", "-X", "utf8", "main.py"]
-    image = Image(shows_machine=True, working_dir="/tmp", env={**VARIABLES, **environment()})
+    user = "nobody" if len(users()) > 1 else "root"  # whoever is root in a world can end the parent of its program
+    image = Image(shows_machine=True, working_dir="/tmp", user=user, env={**VARIABLES, **environment()})
     async with World(image, limits=limits, visible_paths=visible, mode=mode) as world:
         await world.write("main.py", source)
         return await world.execute(command, is_merged=True, privileges=False)

@@ -41,7 +41,7 @@ CHUNK = 1 << 16
 OPTIONS_BYTES = 4_000  # of a mount: a page
 FIRST_FILES: Mapping[str, str] = {
     "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
-    "/etc/passwd": "root:x:0:0::/root:/bin/sh\nnobody:x:65534:65534::/:/bin/sh\n",
+    "/etc/passwd": "root:x:0:0::/root:/bin/sh\nnobody:x:65534:65534::/tmp:/bin/sh\n",
     "/etc/group": "root:x:0:\nnogroup:x:65534:\n",
 }
 T = TypeVar("T")

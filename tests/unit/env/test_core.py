@@ -88,7 +88,7 @@ async def test_step_returns_messages_tokens_reward_and_outcome(chatml_tokenizer)
     observation = result.observation
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
     assert result.error is None
-    assert result.reward == RewardResult(reward=1.0)
+    assert result.reward == RewardResult(reward=1.0, info={"verdict": "correct"})
     assert observation.final_response == ANSWER
     assert [message["role"] for message in observation.messages] == ["user", "assistant", "user", "assistant"]
     assert env.steps == ["reset", "cleanup"]

@@ -670,13 +670,6 @@ async def test_the_owners_files_cannot_be_read_or_written(mode, tmp_path):
     assert not any(Path(folder, "made-in-the-sandbox").exists() for folder in folders)
 
 
-async def test_what_a_program_writes_to_its_root_is_its_own():
-    if python_for("namespaces") is None:
-        pytest.skip("no namespaces here")
-    ran = await sandbox_in("namespaces").run("open('/etc/hosts', 'a').write('made in a world'); print('wrote')")
-    assert ran.output == "wrote\n" and "made in a world" not in Path("/etc/hosts").read_text()
-
-
 async def test_namespaces_show_only_python_and_a_small_system(folders):
     if python_for("namespaces") is None:
         pytest.skip("no namespaces here")
@@ -872,7 +865,7 @@ def test_namespaces_hold_without_privileges():
             continue
         ran = report["ran"]
         assert all("ended" in one for one in ran), ran
-        assert ran[-2]["stdout"] == "0 False 1\n" and ran[-1]["stdout"] == "True\n", ran
+        assert ran[-2]["stdout"] in ("0 False 1\n", "65534 False 1\n") and ran[-1]["stdout"] == "True\n", ran
 
 
 # --- resources shared with the machine ---

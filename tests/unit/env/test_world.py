@@ -190,6 +190,11 @@ async def test_what_is_too_long_is_refused_and_the_world_goes_on(world, what):
 # --- files ---
 
 
+async def test_what_a_program_writes_to_its_root_is_its_own(world):
+    ran = await world.execute("echo 'made in a world' >> /etc/hosts && echo wrote")
+    assert ran.stdout == b"wrote\n" and "made in a world" not in Path("/etc/hosts").read_text()
+
+
 async def test_files_go_in_and_out(world, tmp_path):
     content = os.urandom(200_000)
     await world.write("/a/b/c", content)

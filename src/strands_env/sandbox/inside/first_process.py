@@ -279,10 +279,6 @@ class FirstProcess:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # at once: a fork bomb is faster than a loop over its processes
 
-    def _watchers(self) -> int:
-        """Return how many processes the kernel counts with the programs: this one, and their parents."""
-        return len(self._running) + 2
-
     def _elsewhere(self) -> Space:
         """Return what programs have in memory that is a file, apart from their own layer."""
         state = os.statvfs(file_system.SHARED_MEMORY)
@@ -320,8 +316,9 @@ class FirstProcess:
             signal.signal(number, signal.SIG_DFL)
         with contextlib.suppress(OSError):
             _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, the kernel ends this process first
-        limit_resources({**self._limits, "processes": self._limits["processes"] + self._watchers()})
         home = self._confine(request)
+        watchers = len(self._running) + 2 if os.getuid() == 0 else 0  # the kernel counts them with root's programs
+        limit_resources({**self._limits, "processes": self._limits["processes"] + watchers})
         os.chdir(request["folder"] or self._config["working_dir"])
         environment = {"PATH": PATH, "HOME": home, "LANG": "C.UTF-8", **self._config["environment"]}
         environment.update(request["environment"])

@@ -51,9 +51,6 @@ class OtherUser(FirstProcess):
         kernel.filter_outside_worlds()
         return str(self._config["working_dir"])
 
-    def _watchers(self) -> int:
-        return 0  # of another user
-
     def _end_all(self) -> None:
         self._programs.kill()
 
