@@ -1,12 +1,15 @@
 """Worlds for agents, and a sandbox for untrusted Python programs."""
 
+from .images import IMAGE_LIMITS, build_image, load_image
 from .python_sandbox import MODES, PythonSandbox, available_modes
+from .registry import pull_image
 from .world import (
     DEFAULT_LIMITS,
     WORLD_LIMITS,
     Ended,
     Execution,
     Image,
+    ImageError,
     Mode,
     Network,
     SandboxError,
@@ -17,11 +20,13 @@ from .world import (
 
 __all__ = [
     "DEFAULT_LIMITS",
+    "IMAGE_LIMITS",
     "MODES",
     "WORLD_LIMITS",
     "Ended",
     "Execution",
     "Image",
+    "ImageError",
     "Mode",
     "Network",
     "PythonSandbox",
@@ -30,4 +35,7 @@ __all__ = [
     "SandboxUnavailableError",
     "World",
     "available_modes",
+    "build_image",
+    "load_image",
+    "pull_image",
 ]

@@ -2,7 +2,8 @@
 
 All layers of a user are in one folder, by default in the folder for temporary files. A layer `NAME` has the files in
 `NAME/u`, what the overlay needs in `NAME/w`, and a lock that everyone who uses it shares. A layer that no one holds is
-removed; what a killed process left is removed when the next one starts its first world.
+removed; what a killed process left is removed when the next one starts its first world. Layers of images, named by
+their content, stay.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import hashlib
+import json
 import os
 import secrets
 import stat
@@ -20,34 +23,38 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from .inside import kernel
 from .inside.file_system import remove
 
 FOLDER_VARIABLE = "STRANDS_ENV_WORLDS"
-EMPTY_LAYER = "i-empty"  # the kernel wants at least one below a world's own
+OF_IMAGE = "i-"
+EMPTY_LAYER = f"{OF_IMAGE}empty"  # the kernel wants at least one below a world's own
 UNFINISHED_S = 60.0
 SPARE_USERS = (2_000_000_000, 1 << 23)  # twice as many as there can be processes
 FEW_USERS = 2_048
 
 
 class Layer:
-    """A layer that this process holds.
+    """A layer that this process uses.
 
-    It is removed with the last reference to it in all processes.
+    Unless it is of an image, it is removed with the last reference to it in all processes.
 
     Attributes:
         name: Name of its folder.
         path: Its folder.
     """
 
-    def __init__(self, name: str, lock: int) -> None:
-        """Hold a layer by a shared lock, which this object closes."""
+    def __init__(self, name: str, lock: int | None = None) -> None:
+        """Use a layer of an image, or hold another one by a shared lock, which this object closes."""
         self.name = name
         self.path = folder() / name
-        self._release = weakref.finalize(self, _release_later, str(self.path), lock, os.getpid())
+        self._release = None
+        if lock is not None:
+            self._release = weakref.finalize(self, _release_later, str(self.path), lock, os.getpid())
 
     def discard(self) -> None:
         """Let go of the layer now; if no one else holds it, it is gone afterwards."""
-        if (released := self._release.detach()) is not None:
+        if self._release is not None and (released := self._release.detach()) is not None:
             _release(*released[2])
 
 
@@ -105,11 +112,31 @@ def new_layer() -> Layer:
     return Layer(name, lock)
 
 
+def image_layer(*content: object) -> Layer:
+    """Return the layer of an image that this content makes; perhaps there is none yet."""
+    text = json.dumps([users(), *content])  # its files belong to them
+    return Layer(OF_IMAGE + hashlib.sha256(text.encode()).hexdigest()[:20])
+
+
+def keep(layer: Layer, kept: Layer) -> None:
+    """Make a finished layer that of an image, unless there is one already; it is whole even if the machine stops."""
+    files = os.open(layer.path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        kernel.sync_file_system(files)
+        layer.path.rename(kept.path)
+    except OSError:
+        if not kept.path.exists():
+            raise
+    finally:
+        os.close(files)
+        layer.discard()
+
+
 def sweep() -> None:
     """Remove layers that no one holds, which killed processes left."""
     (folder() / EMPTY_LAYER / "u").mkdir(0o755, parents=True, exist_ok=True)
     with _while_not_swept(fcntl.LOCK_EX):
-        left = [path for path in folder().iterdir() if path.is_dir() and path.name != EMPTY_LAYER]
+        left = [path for path in folder().iterdir() if path.is_dir() and not path.name.startswith(OF_IMAGE)]
         free = [path for path in left if _is_free(path)]
     for path in free:
         remove(str(path))

@@ -9,10 +9,11 @@ import functools
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -25,8 +26,9 @@ from .starting import STARTER, in_utf8
 Ended = Literal["exited", "timeout", "memory", "processes", "disk", "output"]
 """Why a program ended: it exited, by itself or by a signal, or it exceeded the named limit."""
 
-Network = Literal["none", "host"]
-"""The network of a world: none but its own loopback, or, only for programs that you trust, that of this machine."""
+Network = Literal["none", "public", "host"]
+"""The network of a world: none but its own loopback; one that reaches what this machine reaches, but not its loopback;
+or, only for programs that you trust, that of this machine."""
 
 Mode = Literal["namespaces", "uid"]
 """Isolation of programs; see [`PythonSandbox`][strands_env.sandbox.PythonSandbox]."""
@@ -45,6 +47,7 @@ FIRST_FILES: Mapping[str, str] = {
     "/etc/group": "root:x:0:\nnogroup:x:65534:\n",
 }
 T = TypeVar("T")
+Change = Callable[[tarfile.TarInfo], "tarfile.TarInfo | None"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,10 @@ class SandboxError(RuntimeError):
 
 class SandboxUnavailableError(SandboxError):
     """This machine does not allow what was asked for."""
+
+
+class ImageError(SandboxError):
+    """An image is not supported, or could not be read, pulled or built."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +176,8 @@ class World:
         Args:
             image: Files to begin with; None for the programs of this machine.
             limits: Limits of all its programs together.
-            network: `none`, or `host` for programs that you trust: they reach all that this machine reaches, also
-                servers that listen on its loopback only.
+            network: `none`; `public` for one of its own by slirp4netns, which has to be installed; or `host` for
+                programs that you trust: they also reach servers that listen on this machine's loopback only.
             env: Environment variables in addition to those of the image.
             visible_paths: Files and folders of this machine that programs may read, at the same path.
             mode: Isolation. With `uid`, for root where there are no namespaces, a world has no image and no snapshots,
@@ -221,7 +228,7 @@ class World:
         self._was_started = True
         self._loop = asyncio.get_running_loop()
         try:
-            self._own = await _in_thread(_first_layer)
+            self._own = await in_thread(_first_layer)
             await self._launch()
         except OSError as error:
             await self.stop()
@@ -246,7 +253,9 @@ class World:
             "users": users(),
             "network": self.network,
             "shown": [in_utf8(path) for path in shown],
-            "files": {} if self.image.layers else dict(FIRST_FILES),
+            "files": dict(FIRST_FILES),
+            "settings": _settings(self.network),
+            "connector": _connector() if self.network == "public" else None,
             "limits": asdict(self.limits),
             "environment": self.env,
             "working_dir": self.image.working_dir,
@@ -258,7 +267,7 @@ class World:
         self._control.setblocking(False)
         self._loop.add_reader(self._control, self._receive)
         with theirs:
-            await _in_thread(_start, config, theirs)
+            await in_thread(_start, config, theirs)
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), START_S)
         except asyncio.TimeoutError:
@@ -273,7 +282,7 @@ class World:
         self.image = replace(self.image, layers=())  # lets go of them
         own, self._own = self._own, None
         if own is not None:
-            await _in_thread(own.discard)
+            await in_thread(own.discard)
 
     async def _end_processes(self) -> None:
         control, self._control = self._control, None
@@ -477,7 +486,7 @@ class World:
             SandboxError: The world is not running, or does not answer.
         """
         content = _Output(self._loop, "stdout", max_bytes + 1, None)
-        await self._with_file({"do": "read", "path": path, "most": max_bytes}, content.writes, content.close_writes)
+        await self._with_files({"do": "read", "path": path, "most": max_bytes}, content.writes)
         content.is_drained()
         return bytes(content.data)
 
@@ -492,29 +501,46 @@ class World:
             OSError: It cannot be written.
             SandboxError: The world is not running, or does not answer.
         """
-        given = _in_memory(content)
-        await self._with_file({"do": "write", "path": path}, given, functools.partial(os.close, given))
+        await self._with_files({"do": "write", "path": path}, _in_memory(content))
 
-    async def put(self, source: str | os.PathLike[str], target: str) -> None:
-        """Copy a file or a folder of this machine to the world; its root owns it.
+    async def put(self, source: str | os.PathLike[str], target: str, *, owner: str = "root") -> None:
+        """Copy a file or a folder of this machine to the world.
 
         Args:
             source: File or folder of this machine.
-            target: Absolute path of the copy. What is there already stays, unless the source has it, too.
+            target: Absolute path of the copy, or of a folder that gets the file. What is there already stays, unless
+                the source has it, too.
+            owner: User in the world, as `user` or `user:group`, who owns the copy.
 
         Raises:
             OSError: The source cannot be read, or the target cannot be written.
             SandboxError: The world is not running, or does not answer.
         """
-        target = os.path.normpath(target)
         os.stat(source)
+        await self._unpack(target, owner, os.path.basename(source), functools.partial(in_thread, pack, source, of_root))
+
+    async def _unpack(self, target: str, owner: str, name: str, packs: Callable[[int], Awaitable[None]]) -> None:
+        """Unpack what `packs` writes to a pipe and closes; a file is called `name` if the target is a folder."""
+        request = {"do": "unpack", "path": target, "owner": owner, "name": name}
         reads, writes = os.pipe()
-        packing = self._loop.run_in_executor(None, _pack, source, os.path.basename(target), writes)
+        packing = asyncio.ensure_future(packs(writes))
         try:
-            request = {"do": "unpack", "path": os.path.dirname(target)}
-            await self._with_file(request, reads, functools.partial(os.close, reads))
+            await self._with_files(request, reads)
         finally:
             await packing
+
+    async def _copy_from(self, other: World, source: str, target: str, owner: str) -> None:
+        """Copy a file or a folder of another world."""
+
+        async def packs(pipe: int) -> None:
+            with contextlib.suppress(BrokenPipeError):  # the other side tells why
+                await other._with_files({"do": "pack", "path": source, "name": "."}, pipe)
+
+        await self._unpack(target, owner, os.path.basename(source), packs)
+
+    async def _unpack_layer(self, archive: int, target: int) -> None:
+        """Unpack a layer of an image, an archive, to a folder outside; both are descriptors, which are closed."""
+        await self._with_files({"do": "layer", "path": "a layer", "most": self.limits.disk_bytes}, archive, target)
 
     async def get(self, source: str, target: str | os.PathLike[str]) -> None:
         """Copy a file or a folder of the world to this machine, without links that lead out of it and without devices.
@@ -531,17 +557,17 @@ class World:
         target = os.path.abspath(target)
         unpacking = self._loop.run_in_executor(None, _unpack, reads, target, self.limits.disk_bytes)
         try:
-            request = {"do": "pack", "path": source, "name": os.path.basename(target)}
-            await self._with_file(request, writes, functools.partial(os.close, writes))
+            await self._with_files({"do": "pack", "path": source, "name": os.path.basename(target)}, writes)
         finally:
             await unpacking
 
-    async def _with_file(self, request: dict[str, Any], file: int, close: Callable[[], None]) -> None:
-        """Have the world read or write a file or a pipe."""
+    async def _with_files(self, request: dict[str, Any], *files: int) -> None:
+        """Have the world read or write files or pipes, which are closed."""
         try:
-            number = await self._begin(request, (file,), FILE_S)
+            number = await self._begin(request, files, FILE_S)
         finally:
-            close()
+            for file in files:
+                os.close(file)
         answer = await self._end(number, FILE_S)
         if answer["ended"] != "exited" or answer["code"] < 0:
             raise SandboxError(f"the world did not {request['do']} {request['path']}: {answer['ended']}")
@@ -565,13 +591,13 @@ class World:
         if self._own is None or self._control is None:
             raise SandboxError("the world is not running")
         if keep_programs:
-            copy = await _in_thread(new_layer)
+            copy = await in_thread(new_layer)
             target = os.open(copy.path / "u", os.O_RDONLY | os.O_DIRECTORY)
-            await self._with_file({"do": "copy", "path": "its files"}, target, functools.partial(os.close, target))
+            await self._with_files({"do": "copy", "path": "its files"}, target)
             return replace(self.image, layers=(copy, *self.image.layers))
         if self._waiting:
             raise SandboxError("a program is running: wait for it, or pass keep_programs=True")
-        following = await _in_thread(new_layer)
+        following = await in_thread(new_layer)
         await self._end_processes()
         self.image = replace(self.image, layers=(self._own, *self.image.layers))
         self._own = following
@@ -672,7 +698,8 @@ class _Output:
             self._reads = -1
 
 
-async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function that waits, in a thread."""
     return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
 
 
@@ -684,6 +711,23 @@ def _first_layer() -> Layer:
 @functools.lru_cache(maxsize=8)
 def _sweep_once(path: Path, pid: int) -> None:
     sweep()
+
+
+def _connector() -> str:
+    found = shutil.which("slirp4netns")
+    if found is None:
+        raise SandboxUnavailableError(
+            'network="public" needs slirp4netns: install it (apt-get install slirp4netns), or pass network="none"'
+        )
+    return found
+
+
+def _settings(network: Network) -> dict[str, str]:
+    """Return the files of a world that tell how its network is."""
+    names = {"public": "nameserver 10.0.2.3\n", "none": ""}
+    with contextlib.suppress(OSError):
+        names["host"] = Path("/etc/resolv.conf").read_text()
+    return {"/etc/resolv.conf": names.get(network, "")}
 
 
 def _start(config: dict[str, Any], control: socket.socket) -> None:
@@ -702,17 +746,18 @@ def _in_memory(content: bytes) -> int:
     return file
 
 
-def _pack(source: str | os.PathLike[str], name: str, pipe: int) -> None:
-    """Write a file or folder to a pipe as an archive, as one of root."""
+def of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Return a member of an archive that belongs to root."""
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
 
-    def of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
-        member.uid = member.gid = 0
-        member.uname = member.gname = ""
-        return member
 
+def pack(source: str | os.PathLike[str], change: Change, pipe: int) -> None:
+    """Write the file or folder `.` to a pipe as an archive; `change` leaves out members for which it returns None."""
     with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "wb") as stream:
         with tarfile.open(fileobj=stream, mode="w|") as archive:
-            archive.add(source, arcname=name, filter=of_root)
+            archive.add(source, arcname=".", filter=change)
 
 
 def _unpack(pipe: int, target: str, most: int) -> None:

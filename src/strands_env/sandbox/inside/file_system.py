@@ -23,6 +23,7 @@ SYSTEM = (
     *(f"/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32")),
     *(f"/etc/{name}" for name in ("ld.so.cache", "localtime", "alternatives", "mime.types", "nsswitch.conf")),
 )
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 LINKS = {
     "ptmx": "pts/ptmx",
@@ -58,8 +59,9 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
     kernel.mount("overlay", f"{own}/r", "overlay", 0, options)
     os.chdir(f"{own}/r")
     kernel.pivot_root()
-    for name in ("proc", "dev", "tmp", "etc", "run", "root", "var/tmp"):
-        os.makedirs(f"/{name}", exist_ok=True)
+    for name in ("proc", "dev", "tmp", "etc", "run", "root", "var/tmp", config["working_dir"]):
+        with contextlib.suppress(FileExistsError):  # no folder in this image; programs will say so
+            os.makedirs(f"/{name}", exist_ok=True)
     # While the old root is mounted, the kernel allows another /proc, and to bind from it.
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     kernel.mount("tmpfs", "/dev", "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k,nr_inodes=128")
@@ -78,6 +80,9 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
         with contextlib.suppress(PermissionError):  # an image's folder of a user that this machine has not
             os.chmod(folder, 0o1777)
     for path, text in config["files"].items():
+        if not os.path.exists(path) or os.path.getsize(path) == 0:
+            _replace(path, text)
+    for path, text in config["settings"].items():
         _replace(path, text)
     return upper
 

@@ -1,8 +1,8 @@
 """The first process of a world: enters the namespaces, builds the root, runs programs, and keeps their limits.
 
 It is a Python process that has imported all it needs before it enters the root, so it needs nothing of the image. It
-serves requests over the control socket: `execute`, `stop`, `read`, `write`, `pack`, `unpack`, `copy`. When it ends, the
-kernel ends all processes of the world. It ends when the socket closes or its owner is gone.
+serves requests over the control socket: `execute`, `stop`, and those of `OPERATIONS`. When it ends, the kernel ends all
+processes of the world. It ends when the socket closes or its owner is gone.
 
 Each program has its own parent, which adopts orphans, so that ending the program ends its whole tree, even what left
 its session. Programs in the background of one that exited by itself become children of the first process, and live on.
@@ -22,13 +22,18 @@ import stat
 import struct
 import tarfile
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from . import file_system, kernel
 from .members import Members, OfNamespace, limit_resources, tree_of
 from .messages import receive, send, unchanged
+
+with contextlib.suppress(ImportError):  # `tarfile` imports them when it needs them, which in a world is too late
+    import bz2  # noqa: F401
+    import lzma  # noqa: F401
 
 POLL_S = 0.05
 BACKGROUND_POLL_S = 0.5
@@ -39,7 +44,6 @@ ENTRIES_PER_CHECK = 20_000
 # What Docker leaves to root, but CAP_NET_RAW, whose buffers are not counted: no CAP_SYS_ADMIN, CAP_NET_ADMIN, ...
 CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31})
 LAST_CAPABILITY = 63
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def start(
@@ -76,6 +80,8 @@ def _enter_namespaces(config: dict[str, Any]) -> None:
             os.close(go_writes)
             if os.read(go_reads, 1):
                 _map_users(this, config["users"])
+                if config["connector"] is not None:
+                    _connect(this, config["connector"], go_reads)
                 os._exit(0)
         finally:
             os._exit(1)
@@ -83,14 +89,27 @@ def _enter_namespaces(config: dict[str, Any]) -> None:
     flags = kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWIPC | kernel.NEWUTS
     if config["network"] != "host":
         flags |= kernel.NEWNET
-    try:
-        kernel.unshare(flags)
-        os.write(go_writes, b"+")
-    finally:
-        os.close(go_writes)
-        mapped = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1]) == 0
-    if not mapped:
-        raise OSError(errno.EPERM, "the kernel maps no user into a user namespace")
+    kernel.unshare(flags)
+    os.write(go_writes, b"+")  # which stays open as long as the first process lives
+    if os.waitpid(helper, 0)[1] != 0:
+        raise OSError(errno.EPERM, "the kernel maps no user into a user namespace, or slirp4netns makes no network")
+
+
+def _connect(pid: int, connector: str, until: int) -> None:
+    """Connect the network of a process to that of this one, until the other end of a pipe is closed."""
+    ready_reads, ready_writes = os.pipe()
+    if os.fork() == 0:
+        for file in (until, ready_writes):
+            os.set_inheritable(file, True)
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(null, number)
+        options = ("--configure", "--mtu=65520", "--disable-host-loopback", "--enable-sandbox", "--enable-seccomp")
+        files = (f"--exit-fd={until}", f"--ready-fd={ready_writes}", f"--userns-path=/proc/{pid}/ns/user")
+        os.execv(connector, [connector, *options, *files, str(pid), "tap0"])
+    os.close(ready_writes)
+    if not os.read(ready_reads, 1):
+        raise OSError("it ended")
 
 
 def _map_users(pid: int, users: list[int]) -> None:
@@ -151,7 +170,7 @@ class FirstProcess:
     def _enter(self, shown: list[tuple[str, int]]) -> tuple[int, Members]:
         """Enter the root; return a descriptor of the world's own layer, and what finds its processes."""
         socket.sethostname("world")
-        if self._config["network"] == "none":
+        if self._config["network"] != "host":
             _loopback_up()
         upper = file_system.build(self._config, shown)
         for name, value in (
@@ -204,7 +223,7 @@ class FirstProcess:
             only_these(files)
             if request["do"] == "execute":
                 self._parent(request, len(files))
-            _file_operation(request, self._config["working_dir"])
+            _file_operation(request, self._config["working_dir"], len(self._config["users"]) == 1)
         for file in files:
             os.close(file)
         deadline = time.monotonic() + request["timeout_s"]
@@ -320,7 +339,7 @@ class FirstProcess:
         watchers = len(self._running) + 2 if os.getuid() == 0 else 0  # the kernel counts them with root's programs
         limit_resources({**self._limits, "processes": self._limits["processes"] + watchers})
         os.chdir(request["folder"] or self._config["working_dir"])
-        environment = {"PATH": PATH, "HOME": home, "LANG": "C.UTF-8", **self._config["environment"]}
+        environment = {"PATH": file_system.PATH, "HOME": home, "LANG": "C.UTF-8", **self._config["environment"]}
         environment.update(request["environment"])
         arguments = request["command"]
         if isinstance(arguments, str):
@@ -406,17 +425,20 @@ def only_these(files: list[int]) -> None:
     os.closerange(len(files), MOST_DESCRIPTORS)
 
 
-def _file_operation(request: dict[str, Any], working_dir: str) -> NoReturn:
+def _file_operation(request: dict[str, Any], working_dir: str, is_only_user: bool) -> NoReturn:
     """Do it with descriptor 0, and exit with 0 or with the number of the error."""
     code = errno.EIO
+    request["is_only_user"] = is_only_user
     try:
         os.chdir(working_dir)
-        {"read": _read, "write": _write_file, "pack": _pack, "unpack": _unpack, "copy": _copy}[request["do"]](request)
+        OPERATIONS[request["do"]](request)
         code = 0
     except OSError as error:
         code = error.errno or errno.EIO
-    except tarfile.TarError:
+    except (tarfile.TarError, EOFError, zlib.error):
         code = errno.EBADMSG
+    except LookupError:  # no such user
+        code = errno.EINVAL
     finally:
         os._exit(code)
 
@@ -453,16 +475,73 @@ def _pack(request: dict[str, Any]) -> None:
 
 
 def _unpack(request: dict[str, Any]) -> None:
-    os.makedirs(request["path"], exist_ok=True)
-    with os.fdopen(0, "rb") as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+    """Unpack the file or folder `.` as the target, or a file into the target if that is a folder."""
+    target = request["path"]
+    owner = find_user("root" if request["is_only_user"] else request["owner"] or "root")
+    is_there = os.path.isdir(target)
+    os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+    for archive, member in _members():
+        if request["owner"] or request["is_only_user"]:
+            member.uid, member.gid = owner.uid, owner.gid
+        folder = target
+        if member.name == "." and member.isdir():
+            if is_there:  # it stays as it is
+                continue
+        elif member.name == ".":
+            path = os.path.join(target, request["name"]) if is_there or target.endswith("/") else target
+            folder, member.name = os.path.split(path)
+        archive.extract(member, folder or ".", numeric_owner=True)
+
+
+def _unpack_layer(request: dict[str, Any]) -> None:
+    """Unpack a layer of an image to a folder outside, descriptor 1, as overlays have it.
+
+    Files that a layer removes are `.wh.NAME` in its archive; a folder that it replaces has `.wh..wh..opq`. See
+    https://github.com/opencontainers/image-spec/blob/main/layer.md.
+    """
+    os.fchdir(1)
+    os.chroot(".")  # links lead nowhere else
+    left = request["most"]
+    for archive, member in _members():
+        left -= member.size
+        if left < 0:
+            raise OSError(errno.EFBIG, request["path"])
+        path = os.path.normpath(f"/{member.name}")
+        folder, name = os.path.split(path)
+        os.makedirs(folder, exist_ok=True)
+        if name == ".wh..wh..opq":
+            os.setxattr(folder, "user.overlay.opaque", b"y")
+        elif name.startswith(".wh."):
+            os.mknod(os.path.join(folder, name[4:]), stat.S_IFCHR, 0)
+        elif not member.ischr() and not member.isblk():
+            if not member.isdir() and os.path.lexists(path):
+                os.unlink(path)
+            if request["is_only_user"]:
+                member.uid = member.gid = 0
+            archive.extract(member, "/", numeric_owner=True)
+
+
+def _members() -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """Yield the members of the archive that descriptor 0 has."""
+    with os.fdopen(0, "rb") as stream, tarfile.open(fileobj=stream, mode="r|*") as archive:
         archive.extraction_filter = unchanged
         for member in archive:
-            archive.extract(member, request["path"], numeric_owner=True)
+            yield archive, member
 
 
 def _copy(request: dict[str, Any]) -> None:
     """Copy the world's own layer, descriptor 1, to a folder outside, descriptor 0."""
     file_system.copy_layer(1, 0)
+
+
+OPERATIONS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "read": _read,
+    "write": _write_file,
+    "pack": _pack,
+    "unpack": _unpack,
+    "layer": _unpack_layer,
+    "copy": _copy,
+}
 
 
 def _write_all(file: int, data: bytes) -> None:

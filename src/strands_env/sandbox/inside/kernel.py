@@ -58,6 +58,11 @@ def make_read_only(point: str) -> None:
     _checked(_libc.syscall(_MOUNT_SETATTR, _HERE, path, _RECURSIVE, attributes, length), f"mount_setattr {point}")
 
 
+def sync_file_system(file: int) -> None:
+    """Write what is in memory of a file's whole file system to its disk."""
+    _checked(_libc.syncfs(ctypes.c_int(file)), "syncfs")
+
+
 def pivot_root() -> None:
     """Make the current folder, a mount point, the root of this mount namespace; the old root stays, above it."""
     _checked(_libc.pivot_root(b".", b"."), "pivot_root")

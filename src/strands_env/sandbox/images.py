@@ -1,0 +1,425 @@
+"""Images of worlds: built from Dockerfiles, read from OCI layouts, pulled from registries; without a daemon.
+
+Layers are kept by content in the folder of worlds, so that the next world on the same image starts at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import tarfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+from .dockerfile import ARCHITECTURE, IGNORED, Instruction, ignores, json_list, pairs, read_dockerfile
+from .inside.file_system import PATH
+from .layers import Layer, image_layer, keep, new_layer
+from .world import WORLD_LIMITS, Change, Image, ImageError, Network, SandboxLimits, World, in_thread, of_root, pack
+
+logger = logging.getLogger(__name__)
+
+IMAGE_LIMITS = replace(WORLD_LIMITS, wall_s=3_600.0, disk_bytes=32 << 30)
+"""Limits of making an image, unless you pass others: an hour for a `RUN`, 32 GB for a layer."""
+
+SHOWN_BYTES = 2_000  # of a failed program's output
+WAIT_S = 0.05
+INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
+MANIFESTS = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
+
+
+class Source(Protocol):
+    """Where the parts of an image are: a layout or a registry."""
+
+    async def content(self, descriptor: Mapping[str, Any]) -> bytes:
+        """Return a manifest or a configuration, which has the descriptor's digest."""
+
+    async def file(self, descriptor: Mapping[str, Any]) -> Path:
+        """Return a file with a layer's archive, which has the descriptor's digest."""
+
+
+# --- images that exist ---
+
+
+async def load_image(
+    path: str | os.PathLike[str], *, reference: str | None = None, limits: SandboxLimits = IMAGE_LIMITS
+) -> Image:
+    """Return an image of an OCI layout (`skopeo copy ... oci:FOLDER`), or one with the files of a folder.
+
+    Args:
+        path: Folder with an OCI layout, or with the files of a root (`debootstrap`), which are copied.
+        reference: Name of the image in a layout that has several.
+        limits: Limits; a layer takes at most `disk_bytes`.
+
+    Raises:
+        ImageError: It is not there, damaged, of another architecture or not supported.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ImageError(f"{path} is not a folder")
+    async with says_what_failed(str(path)):
+        if not (path / "oci-layout").exists():
+            return Image((await _folder_layer(path, limits),))
+        found = json.loads((path / "index.json").read_bytes())["manifests"]
+        names = [each.get("annotations", {}).get("org.opencontainers.image.ref.name") for each in found]
+        if reference is not None:
+            found = [each for each, name in zip(found, names, strict=True) if name == reference]
+        if not found or (len(found) > 1 and reference is None and len(set(names)) > 1):
+            raise ImageError(f"{path} has no image {reference or 'without a name'}; it has {names}")
+        return await unpack_image(_Layout(path), {"manifests": found}, limits)
+
+
+async def _folder_layer(path: Path, limits: SandboxLimits) -> Layer:
+    layer = image_layer("folder", await in_thread(_digest, path, _unchanged))
+    async with _alone(layer):
+        if not layer.path.exists():
+            reads, writes = os.pipe()
+            packing = asyncio.ensure_future(in_thread(pack, path, _unchanged, writes))
+            try:
+                await in_thread(keep, await _unpacked(reads, limits), layer)
+            finally:
+                await packing
+    return layer
+
+
+class _Layout:
+    """An OCI layout (https://github.com/opencontainers/image-spec/blob/main/image-layout.md)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def content(self, descriptor: Mapping[str, Any]) -> bytes:
+        return (await self.file(descriptor)).read_bytes()
+
+    async def file(self, descriptor: Mapping[str, Any]) -> Path:
+        kind, _, digest = descriptor["digest"].partition(":")
+        path = self._path / "blobs" / kind / digest
+        if kind != "sha256" or await in_thread(_sha256, path) != digest:
+            raise ImageError(f"{path} is not what its name says: the layout is damaged")
+        return path
+
+
+async def unpack_image(source: Source, manifest: Mapping[str, Any], limits: SandboxLimits) -> Image:
+    """Return the image that a manifest, or an index of manifests, describes.
+
+    Raises:
+        ImageError: It is not for this machine, or not supported.
+    """
+    while "manifests" in manifest:
+        found = [each for each in manifest["manifests"] if _fits(each.get("platform", {}))]
+        if not found:
+            raise ImageError(f"the image is not for linux/{ARCHITECTURE}")
+        manifest = json.loads(await source.content(found[0]))
+    described = json.loads(await source.content(manifest["config"]))
+    if not _fits(described):
+        raise ImageError(f"the image is for {described['architecture']}, and this machine is {ARCHITECTURE}")
+    for kind in [each["mediaType"] for each in manifest["layers"]]:
+        if not kind.endswith(("tar", "tar+gzip", "tar.gzip")):
+            raise ImageError(f"layers of {kind} are not supported")
+    layers: list[Layer] = []
+    for each in manifest["layers"]:
+        layer = image_layer(each["digest"])
+        layers.insert(0, layer)
+        async with _alone(layer):
+            if not layer.path.exists():
+                archive = os.open(await source.file(each), os.O_RDONLY)
+                await in_thread(keep, await _unpacked(archive, limits), layer)
+    settings = described.get("config", {})
+    return Image(
+        layers=tuple(layers),
+        env=dict(text.partition("=")[::2] for text in settings.get("Env") or ()),
+        working_dir=settings.get("WorkingDir") or "/",
+        user=settings.get("User") or "root",
+    )
+
+
+async def _unpacked(archive: int, limits: SandboxLimits) -> Layer:
+    """Unpack a layer's archive in a world: its links do not lead to this machine, and its owners are the world's."""
+    layer = await in_thread(new_layer)
+    target = os.open(layer.path / "u", os.O_RDONLY | os.O_DIRECTORY)
+    async with World(Image(), limits=limits) as world:
+        await world._unpack_layer(archive, target)
+    return layer
+
+
+def _fits(platform: Mapping[str, Any]) -> bool:
+    return platform.get("os", "linux") == "linux" and platform.get("architecture", ARCHITECTURE) == ARCHITECTURE
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+# --- Dockerfiles ---
+
+
+async def build_image(
+    context: str | os.PathLike[str],
+    *,
+    dockerfile: str | os.PathLike[str] | None = None,
+    args: Mapping[str, str] | None = None,
+    images: Mapping[str, Image] | None = None,
+    network: Network = "public",
+    limits: SandboxLimits = IMAGE_LIMITS,
+    on_output: Callable[[str, bytes], None] | None = None,
+) -> Image:
+    """Build an image from a Dockerfile; each instruction that changes files makes a layer, once.
+
+    FROM, RUN (also with here-documents), COPY, ADD of files, ENV, ARG, WORKDIR, USER and SHELL do what they do in
+    Docker. Instructions about a container's main process or ports have no effect here. Everything else is refused
+    before anything runs.
+
+    Args:
+        context: Folder whose files COPY may copy.
+        dockerfile: The Dockerfile; None for `Dockerfile` in the context.
+        args: Values for its ARGs.
+        images: Images by the name that FROM has; others are pulled.
+        network: Network of RUN.
+        limits: Limits of each RUN.
+        on_output: Called with each piece of output, as for `World.execute`.
+
+    Raises:
+        ImageError: The Dockerfile has what is not supported, an instruction failed, or a base cannot be pulled.
+        SandboxUnavailableError: The machine does not allow worlds with this network.
+    """
+    context = Path(context)
+    dockerfile = Path(dockerfile or context / "Dockerfile")
+    async with says_what_failed(str(dockerfile)):
+        build = _Build(dockerfile.read_text(), context, args or {}, dict(images or {}))
+        build.settings = {"network": network, "limits": limits}
+        build.on_output = on_output
+        return await build.stage(len(build.stages) - 1)
+
+
+class _Build:
+    """A build: its stages are built when they are needed, once."""
+
+    settings: dict[str, Any]
+    on_output: Callable[[str, bytes], None] | None
+
+    def __init__(self, text: str, context: Path, args: Mapping[str, str], images: dict[str, Image]) -> None:
+        first, self.stages = read_dockerfile(text)
+        self.context = context
+        ignored = context / ".dockerignore"
+        self.is_ignored = ignores(ignored.read_text() if ignored.exists() else "")
+        self._args = args
+        self._images = images
+        platform = f"linux/{ARCHITECTURE}"
+        self._arguments = {"TARGETARCH": ARCHITECTURE, "TARGETOS": "linux"}
+        self._arguments |= {"TARGETPLATFORM": platform, "BUILDPLATFORM": platform}
+        for each in first:
+            self._arguments |= self.arguments(each, self._arguments)
+
+    def arguments(self, each: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
+        """Return the values of an ARG: given, its default, or as before the first stage."""
+        defaults = pairs(each, variables)
+        values = {name: self._args.get(name) or value or self._arguments.get(name) for name, value in defaults.items()}
+        return {name: value for name, value in values.items() if value}
+
+    async def stage(self, number: int) -> Image:
+        """Return the image of a stage."""
+        each = self.stages[number].begin
+        base, *name = each.values(self._arguments)
+        key = f"stage {number}"
+        if key not in self._images:
+            stage = _Stage(self, number, await self.image(base, number))
+            for instruction in self.stages[number].instructions:
+                if instruction.name not in IGNORED:
+                    await getattr(stage, instruction.name.lower())(instruction)
+            self._images[key] = stage.image
+        return self._images[key]
+
+    async def image(self, name: str, before: int) -> Image:
+        """Return the image of an earlier stage, by name or number, or another one."""
+        for number in reversed(range(before)):
+            _, *words = self.stages[number].begin.values(self._arguments)
+            if name == str(number) or [word.lower() for word in words[:2]] == ["as", name.lower()]:
+                return await self.stage(number)
+        if name == "scratch":
+            return Image()
+        if name not in self._images:
+            from .registry import pull_image  # it needs an HTTP client
+
+            self._images[name] = await pull_image(name, limits=self.settings["limits"])
+        return self._images[name]
+
+
+class _Stage:
+    """The image of a stage as its instructions change it; the methods are the instructions."""
+
+    def __init__(self, build: _Build, number: int, image: Image) -> None:
+        self.image = replace(image, env={"PATH": PATH, **image.env})
+        self._build = build
+        self._number = number
+        self._arguments: dict[str, str] = {}
+        self._shell = ["/bin/sh", "-c"]
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {**self._arguments, **self.image.env}
+
+    async def arg(self, each: Instruction) -> None:
+        self._arguments |= self._build.arguments(each, self._variables)
+
+    async def env(self, each: Instruction) -> None:
+        self.image = replace(self.image, env={**self.image.env, **pairs(each, self._variables)})
+
+    async def workdir(self, each: Instruction) -> None:
+        path = os.path.join(self.image.working_dir, *each.values(self._variables))
+        self.image = replace(self.image, working_dir=os.path.normpath(path))
+
+    async def user(self, each: Instruction) -> None:
+        self.image = replace(self.image, user=each.values(self._variables)[0])
+
+    async def shell(self, each: Instruction) -> None:
+        shell = json_list(each.text)
+        if not shell:
+            raise each.error("it is not a list in JSON")
+        self._shell = shell
+
+    async def run(self, each: Instruction) -> None:
+        command = json_list(each.text) or [*self._shell, each.text]
+        arguments = {name: value for name, value in self._arguments.items() if name not in self.image.env}
+
+        async def make(world: World) -> None:
+            ran = await world.execute(command, env=arguments, is_merged=True, on_output=self._build.on_output)
+            if ran.exit_code != 0:
+                why = f"exit code {ran.exit_code}" if ran.ended == "exited" else f"it exceeded the limit on {ran.ended}"
+                raise each.error(f"{why}\n{ran.output[-SHOWN_BYTES:]}")
+
+        await self._layer(each, [command, arguments], make)
+
+    async def add(self, each: Instruction) -> None:
+        for path in self._in_context(each, each.values(self._variables)[:-1]):
+            if path.is_file() and tarfile.is_tarfile(path):
+                raise each.error("archives are not supported: COPY it, and unpack it with RUN")
+        await self.copy(each)
+
+    async def copy(self, each: Instruction) -> None:
+        *sources, target = each.values(self._variables)
+        is_folder = len(sources) > 1 or target.endswith("/") or target in (".", "..")
+        target = os.path.normpath(os.path.join(self.image.working_dir, target))
+        target = f"{target.rstrip('/')}/" if is_folder else target
+        owner = each.flag("chown", self._variables)
+        origin = each.flag("from", self._variables)
+        if origin:
+            await self._copy_from(each, await self._build.image(origin, self._number), sources, target, owner)
+            return
+        changes = {path: self._change(each, path) for path in self._in_context(each, sources)}
+
+        async def make(world: World) -> None:
+            for path, change in changes.items():
+                packs = functools.partial(in_thread, pack, path.resolve(), change)
+                await world._unpack(target, owner or "root", path.name, packs)
+
+        digests = [[path.name, await in_thread(_digest, path.resolve(), change)] for path, change in changes.items()]
+        await self._layer(each, [digests, target, owner], make)
+
+    async def _copy_from(self, each: Instruction, image: Image, sources: list[str], target: str, owner: str) -> None:
+        async def make(world: World) -> None:
+            async with World(replace(image, user="root"), limits=world.limits) as origin:
+                for source in sources:
+                    await world._copy_from(origin, os.path.join("/", source), target, owner)
+
+        await self._layer(each, [[layer.name for layer in image.layers], sources, target, owner], make)
+
+    async def _layer(self, each: Instruction, content: Any, make: Callable[[World], Awaitable[None]]) -> None:
+        """Put the layer on top that `make` makes in a world, or that was kept."""
+        image = self.image
+        below = [layer.name for layer in image.layers]
+        layer = image_layer(each.name, below, dict(image.env), image.working_dir, image.user, content)
+        async with _alone(layer):
+            if not layer.path.exists():
+                logger.info("line %d: %s %s", each.line, each.name, each.text)
+                async with World(image, **self._build.settings) as world:
+                    try:
+                        await make(world)
+                    except OSError as error:
+                        raise each.error(str(error)) from error
+                    made = await world.snapshot()
+                await in_thread(keep, made.layers[0], layer)
+        self.image = replace(image, layers=(layer, *image.layers))
+
+    def _in_context(self, each: Instruction, patterns: list[str]) -> list[Path]:
+        """Return files and folders of the context."""
+        context = self._build.context.resolve()
+        found: list[Path] = []
+        for pattern in patterns:
+            name = os.path.normpath(pattern).lstrip("/") or "."
+            paths = sorted(context.glob(name)) if set(name) & set("*?[") else [context / name]
+            kept = [path for path in paths if not self._build.is_ignored(os.path.relpath(path, context), path.is_dir())]
+            if not kept or not all(path.exists() for path in kept):
+                raise each.error(f"the context has no {pattern}")
+            if not all(path.resolve().is_relative_to(context) for path in kept):
+                raise each.error(f"{pattern} is outside of the context")
+            found += kept
+        return found
+
+    def _change(self, each: Instruction, path: Path) -> Change:
+        """Return the change to members of an archive of a file or folder of the context."""
+        inner = os.path.relpath(path, self._build.context.resolve())
+
+        def change(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+            if self._build.is_ignored(os.path.normpath(os.path.join(inner, member.name)), member.isdir()):
+                return None
+            if "chmod" in each.flags:
+                member.mode = int(each.flags["chmod"], 8)
+            return of_root(member)
+
+        return change
+
+
+def _unchanged(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    return member
+
+
+def _digest(path: Path, change: Change) -> str:
+    """Return a digest of what `pack` packs, but for times."""
+    digest = hashlib.sha256()
+
+    def without_time(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        member.mtime = 0
+        return change(member)
+
+    with tarfile.open(fileobj=SimpleNamespace(write=digest.update), mode="w|") as archive:
+        archive.add(path, arcname=".", filter=without_time)
+    return digest.hexdigest()
+
+
+@contextlib.asynccontextmanager
+async def _alone(layer: Layer) -> AsyncIterator[None]:
+    """Wait until no other task or process makes this layer."""
+    lock = os.open(f"{layer.path}.lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(WAIT_S)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.asynccontextmanager
+async def says_what_failed(what: str) -> AsyncIterator[None]:
+    """Raise an `ImageError` that begins with `what` for each failure."""
+    try:
+        yield
+    except ImageError as error:
+        raise ImageError(f"{what}: {error}") from error.__cause__
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ImageError(f"{what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,154 @@
+"""Images from registries (https://github.com/opencontainers/distribution-spec/blob/main/spec.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import httpx
+
+from .images import IMAGE_LIMITS, INDEXES, MANIFESTS, says_what_failed, unpack_image
+from .layers import new_layer
+from .world import Image, ImageError, SandboxLimits, in_thread
+
+TIMEOUT_S = 60.0
+ATTEMPTS = 4  # the first one finds out how to authorize
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Where an image is.
+
+    Attributes:
+        host: Address of the registry.
+        name: Name of the repository.
+        version: Tag or digest.
+    """
+
+    host: str
+    name: str
+    version: str
+
+    @classmethod
+    def read(cls, text: str) -> Reference:
+        """Return what a text as in `docker pull` means.
+
+        Raises:
+            ImageError: It is not a reference.
+        """
+        host_and_name = r"(?:([^/]*[.:][^/]*|localhost)/)?([a-z0-9._/-]+)"
+        found = re.fullmatch(host_and_name + r"(?::([\w.-]+))?(?:@(sha256:[0-9a-f]{64}))?", text)
+        if found is None:
+            raise ImageError(f"{text!r} is not the name of an image")
+        host, name, tag, digest = found.groups()
+        if host in (None, "docker.io"):
+            host, name = "registry-1.docker.io", name if "/" in name else f"library/{name}"
+        return cls(host, name, digest or tag or "latest")
+
+
+async def pull_image(
+    reference: str, *, credentials: tuple[str, str] | None = None, limits: SandboxLimits = IMAGE_LIMITS
+) -> Image:
+    """Pull an image; only layers that are not there yet are downloaded.
+
+    Each call asks the registry what the name means now, so pull once and give the image to all worlds.
+
+    Args:
+        reference: The image, as for `docker pull`. Registries on `localhost` and `127.0.0.1` are asked without TLS.
+        credentials: User and password, if the registry wants them.
+        limits: Limits; a layer takes at most `disk_bytes`.
+
+    Raises:
+        ImageError: There is no such image for this machine, or the registry does not answer.
+    """
+    async with says_what_failed(reference):
+        where = Reference.read(reference)
+        downloads = await in_thread(new_layer)
+        try:
+            async with httpx.AsyncClient(timeout=httpx.Timeout(TIMEOUT_S), follow_redirects=True) as client:
+                registry = _Registry(client, where, credentials, downloads.path)
+                digest = where.version if ":" in where.version else None
+                manifest = await registry.read("manifests", where.version, digest)
+                return await unpack_image(registry, json.loads(manifest), limits)
+        finally:
+            await in_thread(downloads.discard)
+
+
+class _Registry:
+    """A repository of a registry."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, where: Reference, credentials: tuple[str, str] | None, downloads: Path
+    ) -> None:
+        self._client = client
+        scheme = "http" if where.host.partition(":")[0] in ("localhost", "127.0.0.1") else "https"
+        self._address = f"{scheme}://{where.host}/v2/{where.name}"
+        self._credentials = credentials
+        self._downloads = downloads
+        self._headers = {"Accept": ", ".join((*INDEXES, *MANIFESTS))}
+
+    async def content(self, descriptor: Mapping[str, Any]) -> bytes:
+        kind = "manifests" if descriptor["mediaType"] in (*INDEXES, *MANIFESTS) else "blobs"
+        return await self.read(kind, descriptor["digest"], descriptor["digest"])
+
+    async def file(self, descriptor: Mapping[str, Any]) -> Path:
+        path = self._downloads / "layer"
+        with open(path, "wb") as file:
+            await self._get("blobs", descriptor["digest"], descriptor["digest"], file)
+        return path
+
+    async def read(self, kind: str, version: str, digest: str | None) -> bytes:
+        """Return a small object, whose digest may be known."""
+        content = io.BytesIO()
+        await self._get(kind, version, digest, content)
+        return content.getvalue()
+
+    async def _get(self, kind: str, version: str, digest: str | None, into: BinaryIO) -> None:
+        url = f"{self._address}/{kind}/{version}"
+        why = ""
+        for attempt in range(ATTEMPTS):
+            into.seek(0)
+            into.truncate()
+            try:
+                async with self._client.stream("GET", url, headers=self._headers) as response:
+                    if response.status_code == httpx.codes.UNAUTHORIZED:
+                        self._headers["Authorization"] = await self._authorization(response)
+                        why = "it refuses the credentials" if self._credentials else "it wants credentials"
+                        continue
+                    if response.is_client_error and response.status_code != httpx.codes.TOO_MANY_REQUESTS:
+                        raise ImageError(f"{url} answers {response.status_code}: there is no such image")
+                    response.raise_for_status()
+                    found = hashlib.sha256()
+                    async for piece in response.aiter_bytes():
+                        found.update(piece)
+                        into.write(piece)
+            except httpx.HTTPError as error:
+                why = f"{type(error).__name__}: {error}"
+                await asyncio.sleep(2**attempt)
+                continue
+            if digest in (None, f"sha256:{found.hexdigest()}"):
+                return
+            why = "what it sent is not what was asked for"
+        raise ImageError(f"{url}: {why}, after {ATTEMPTS} attempts")
+
+    async def _authorization(self, response: httpx.Response) -> str:
+        """Return the header that a registry wants (https://distribution.github.io/distribution/spec/auth/token/)."""
+        wanted = response.headers.get("WWW-Authenticate", "")
+        if not wanted.lower().startswith("bearer"):
+            if self._credentials is None:
+                raise ImageError(f"{self._address} wants credentials")
+            return "Basic " + base64.b64encode(":".join(self._credentials).encode()).decode()
+        fields = dict(re.findall(r'(\w+)="([^"]*)"', wanted))
+        answer = await self._client.get(fields.pop("realm"), params=fields, auth=self._credentials)
+        if answer.is_error:
+            raise ImageError(f"{self._address} gives no access: {answer.status_code} {answer.text[:200]}")
+        found = answer.json()
+        return f"Bearer {found.get('token') or found['access_token']}"
