@@ -1,8 +1,7 @@
 """Worlds for agents, and a sandbox for untrusted Python programs."""
 
-from .images import IMAGE_LIMITS, build_image, load_image
+from .images import IMAGE_LIMITS, build_image, load_image, pull_image
 from .python_sandbox import MODES, PythonSandbox, available_modes
-from .registry import pull_image
 from .world import (
     DEFAULT_LIMITS,
     WORLD_LIMITS,

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import tarfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,20 @@ from typing import Any, Protocol
 from .dockerfile import ARCHITECTURE, IGNORED, Instruction, ignores, json_list, pairs, read_dockerfile
 from .inside.file_system import PATH
 from .layers import Layer, image_layer, keep, new_layer
-from .world import WORLD_LIMITS, Change, Image, ImageError, Network, SandboxLimits, World, in_thread, of_root, pack
+from .world import (
+    WORLD_LIMITS,
+    Change,
+    Image,
+    ImageError,
+    Network,
+    SandboxError,
+    SandboxLimits,
+    SandboxUnavailableError,
+    World,
+    in_thread,
+    of_root,
+    pack,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +45,6 @@ IMAGE_LIMITS = replace(WORLD_LIMITS, wall_s=3_600.0, disk_bytes=32 << 30)
 
 SHOWN_BYTES = 2_000  # of a failed program's output
 WAIT_S = 0.05
-INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
-MANIFESTS = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
 
 
 class Source(Protocol):
@@ -65,29 +76,45 @@ async def load_image(
     path = Path(path)
     if not path.is_dir():
         raise ImageError(f"{path} is not a folder")
-    async with says_what_failed(str(path)):
+    async with _says_what_failed(str(path)):
         if not (path / "oci-layout").exists():
-            return Image((await _folder_layer(path, limits),))
+            packs = functools.partial(in_thread, pack, path, _unchanged)
+            content = [await in_thread(_digest, path, _unchanged)]
+            return await _with_layer(Image(), content, lambda world: world._unpack("/", "", "", packs), limits=limits)
         found = json.loads((path / "index.json").read_bytes())["manifests"]
         names = [each.get("annotations", {}).get("org.opencontainers.image.ref.name") for each in found]
         if reference is not None:
             found = [each for each, name in zip(found, names, strict=True) if name == reference]
         if not found or (len(found) > 1 and reference is None and len(set(names)) > 1):
             raise ImageError(f"{path} has no image {reference or 'without a name'}; it has {names}")
-        return await unpack_image(_Layout(path), {"manifests": found}, limits)
+        return await _unpacked(_Layout(path), {"manifests": found}, limits)
 
 
-async def _folder_layer(path: Path, limits: SandboxLimits) -> Layer:
-    layer = image_layer("folder", await in_thread(_digest, path, _unchanged))
-    async with _alone(layer):
-        if not layer.path.exists():
-            reads, writes = os.pipe()
-            packing = asyncio.ensure_future(in_thread(pack, path, _unchanged, writes))
-            try:
-                await in_thread(keep, await _unpacked(reads, limits), layer)
-            finally:
-                await packing
-    return layer
+async def pull_image(
+    reference: str, *, credentials: tuple[str, str] | None = None, limits: SandboxLimits = IMAGE_LIMITS
+) -> Image:
+    """Pull an image from a registry; only layers that are not there yet are downloaded.
+
+    Each call asks the registry what the name means now, so pull once and give the image to all worlds.
+
+    Args:
+        reference: The image, as for `docker pull`. Registries on `localhost` and `127.0.0.1` are asked without TLS.
+        credentials: User and password, if the registry wants them.
+        limits: Limits; a layer takes at most `disk_bytes`.
+
+    Raises:
+        ImageError: There is no such image for this machine, or the registry does not answer.
+    """
+    from .registry import Reference, Registry  # an HTTP client, which worlds do not need
+
+    async with _says_what_failed(reference):
+        downloads = await in_thread(new_layer)
+        registry = Registry(Reference.read(reference), credentials, downloads.path)
+        try:
+            return await _unpacked(registry, json.loads(await registry.manifest()), limits)
+        finally:
+            await registry.close()
+            await in_thread(downloads.discard)
 
 
 class _Layout:
@@ -107,7 +134,7 @@ class _Layout:
         return path
 
 
-async def unpack_image(source: Source, manifest: Mapping[str, Any], limits: SandboxLimits) -> Image:
+async def _unpacked(source: Source, manifest: Mapping[str, Any], limits: SandboxLimits) -> Image:
     """Return the image that a manifest, or an index of manifests, describes.
 
     Raises:
@@ -124,30 +151,33 @@ async def unpack_image(source: Source, manifest: Mapping[str, Any], limits: Sand
     for kind in [each["mediaType"] for each in manifest["layers"]]:
         if not kind.endswith(("tar", "tar+gzip", "tar.gzip")):
             raise ImageError(f"layers of {kind} are not supported")
-    layers: list[Layer] = []
-    for each in manifest["layers"]:
-        layer = image_layer(each["digest"])
-        layers.insert(0, layer)
-        async with _alone(layer):
-            if not layer.path.exists():
-                archive = os.open(await source.file(each), os.O_RDONLY)
-                await in_thread(keep, await _unpacked(archive, limits), layer)
     settings = described.get("config", {})
-    return Image(
-        layers=tuple(layers),
+    image = Image(
         env=dict(text.partition("=")[::2] for text in settings.get("Env") or ()),
         working_dir=settings.get("WorkingDir") or "/",
         user=settings.get("User") or "root",
     )
+    for each in manifest["layers"]:
+
+        async def make(world: World, each: Mapping[str, Any] = each) -> None:
+            await world._unpack_layer(os.open(await source.file(each), os.O_RDONLY))
+
+        image = await _with_layer(image, [each["digest"]], make, limits=limits)
+    return image
 
 
-async def _unpacked(archive: int, limits: SandboxLimits) -> Layer:
-    """Unpack a layer's archive in a world: its links do not lead to this machine, and its owners are the world's."""
-    layer = await in_thread(new_layer)
-    target = os.open(layer.path / "u", os.O_RDONLY | os.O_DIRECTORY)
-    async with World(Image(), limits=limits) as world:
-        await world._unpack_layer(archive, target)
-    return layer
+async def _with_layer(
+    image: Image, content: Sequence[object], make: Callable[[World], Awaitable[None]], **settings: Any
+) -> Image:
+    """Return an image with another layer, which `make` makes in a world if it is not there yet."""
+    layer = image_layer([each.name for each in image.layers], *content)
+    async with _alone(layer):
+        if not layer.path.exists():
+            async with World(image, **settings) as world:
+                await make(world)
+                made = await world.snapshot()
+            await in_thread(keep, made.layers[0], layer)
+    return replace(image, layers=(layer, *image.layers))
 
 
 def _fits(platform: Mapping[str, Any]) -> bool:
@@ -196,7 +226,7 @@ async def build_image(
     """
     context = Path(context)
     dockerfile = Path(dockerfile or context / "Dockerfile")
-    async with says_what_failed(str(dockerfile)):
+    async with _says_what_failed(str(dockerfile)):
         build = _Build(dockerfile.read_text(), context, args or {}, dict(images or {}))
         build.settings = {"network": network, "limits": limits}
         build.on_output = on_output
@@ -250,8 +280,6 @@ class _Build:
         if name == "scratch":
             return Image()
         if name not in self._images:
-            from .registry import pull_image  # it needs an HTTP client
-
             self._images[name] = await pull_image(name, limits=self.settings["limits"])
         return self._images[name]
 
@@ -337,20 +365,17 @@ class _Stage:
 
     async def _layer(self, each: Instruction, content: Any, make: Callable[[World], Awaitable[None]]) -> None:
         """Put the layer on top that `make` makes in a world, or that was kept."""
+
+        async def make_or_say(world: World) -> None:
+            logger.info("line %d: %s %s", each.line, each.name, each.text)
+            try:
+                await make(world)
+            except OSError as error:
+                raise each.error(str(error)) from error
+
         image = self.image
-        below = [layer.name for layer in image.layers]
-        layer = image_layer(each.name, below, dict(image.env), image.working_dir, image.user, content)
-        async with _alone(layer):
-            if not layer.path.exists():
-                logger.info("line %d: %s %s", each.line, each.name, each.text)
-                async with World(image, **self._build.settings) as world:
-                    try:
-                        await make(world)
-                    except OSError as error:
-                        raise each.error(str(error)) from error
-                    made = await world.snapshot()
-                await in_thread(keep, made.layers[0], layer)
-        self.image = replace(image, layers=(layer, *image.layers))
+        settings = [each.name, dict(image.env), image.working_dir, image.user, content]
+        self.image = await _with_layer(image, settings, make_or_say, **self._build.settings)
 
     def _in_context(self, each: Instruction, patterns: list[str]) -> list[Path]:
         """Return files and folders of the context."""
@@ -415,11 +440,12 @@ async def _alone(layer: Layer) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def says_what_failed(what: str) -> AsyncIterator[None]:
-    """Raise an `ImageError` that begins with `what` for each failure."""
+async def _says_what_failed(what: str) -> AsyncIterator[None]:
     try:
         yield
-    except ImageError as error:
+    except SandboxUnavailableError:
+        raise
+    except SandboxError as error:
         raise ImageError(f"{what}: {error}") from error.__cause__
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ImageError(f"{what}: {type(error).__name__}: {error}") from error

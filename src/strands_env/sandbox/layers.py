@@ -122,6 +122,8 @@ def keep(layer: Layer, kept: Layer) -> None:
     """Make a finished layer that of an image, unless there is one already; it is whole even if the machine stops."""
     files = os.open(layer.path, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        for unused in ("w", "r"):
+            remove(str(layer.path / unused))
         kernel.sync_file_system(files)
         layer.path.rename(kept.path)
     except OSError:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import hashlib
 import io
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from typing import Any, BinaryIO
 
 import httpx
 
-from .images import IMAGE_LIMITS, INDEXES, MANIFESTS, says_what_failed, unpack_image
-from .layers import new_layer
-from .world import Image, ImageError, SandboxLimits, in_thread
+from .world import ImageError
 
+INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
+MANIFESTS = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
 TIMEOUT_S = 60.0
+PAUSE_S = 1.0  # before the second attempt, and twice as long before each further one
 ATTEMPTS = 4  # the first one finds out how to authorize
 
 
@@ -54,59 +54,51 @@ class Reference:
         return cls(host, name, digest or tag or "latest")
 
 
-async def pull_image(
-    reference: str, *, credentials: tuple[str, str] | None = None, limits: SandboxLimits = IMAGE_LIMITS
-) -> Image:
-    """Pull an image; only layers that are not there yet are downloaded.
+class Registry:
+    """A repository of a registry, which is a source of images.
 
-    Each call asks the registry what the name means now, so pull once and give the image to all worlds.
-
-    Args:
-        reference: The image, as for `docker pull`. Registries on `localhost` and `127.0.0.1` are asked without TLS.
-        credentials: User and password, if the registry wants them.
-        limits: Limits; a layer takes at most `disk_bytes`.
-
-    Raises:
-        ImageError: There is no such image for this machine, or the registry does not answer.
+    Attributes:
+        where: Its address and the wanted version.
     """
-    async with says_what_failed(reference):
-        where = Reference.read(reference)
-        downloads = await in_thread(new_layer)
-        try:
-            async with httpx.AsyncClient(timeout=httpx.Timeout(TIMEOUT_S), follow_redirects=True) as client:
-                registry = _Registry(client, where, credentials, downloads.path)
-                digest = where.version if ":" in where.version else None
-                manifest = await registry.read("manifests", where.version, digest)
-                return await unpack_image(registry, json.loads(manifest), limits)
-        finally:
-            await in_thread(downloads.discard)
 
+    def __init__(self, where: Reference, credentials: tuple[str, str] | None, downloads: Path) -> None:
+        """Ask nothing yet.
 
-class _Registry:
-    """A repository of a registry."""
-
-    def __init__(
-        self, client: httpx.AsyncClient, where: Reference, credentials: tuple[str, str] | None, downloads: Path
-    ) -> None:
-        self._client = client
+        Args:
+            where: Repository and version.
+            credentials: User and password, if the registry wants them.
+            downloads: Folder for a layer's archive.
+        """
+        self.where = where
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(TIMEOUT_S), follow_redirects=True)
         scheme = "http" if where.host.partition(":")[0] in ("localhost", "127.0.0.1") else "https"
         self._address = f"{scheme}://{where.host}/v2/{where.name}"
         self._credentials = credentials
         self._downloads = downloads
         self._headers = {"Accept": ", ".join((*INDEXES, *MANIFESTS))}
 
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+
+    async def manifest(self) -> bytes:
+        """Return the manifest of the wanted version."""
+        version = self.where.version
+        return await self._read("manifests", version, version if ":" in version else None)
+
     async def content(self, descriptor: Mapping[str, Any]) -> bytes:
+        """Return a manifest or a configuration."""
         kind = "manifests" if descriptor["mediaType"] in (*INDEXES, *MANIFESTS) else "blobs"
-        return await self.read(kind, descriptor["digest"], descriptor["digest"])
+        return await self._read(kind, descriptor["digest"], descriptor["digest"])
 
     async def file(self, descriptor: Mapping[str, Any]) -> Path:
+        """Return a file with a layer's archive, until the next call."""
         path = self._downloads / "layer"
         with open(path, "wb") as file:
             await self._get("blobs", descriptor["digest"], descriptor["digest"], file)
         return path
 
-    async def read(self, kind: str, version: str, digest: str | None) -> bytes:
-        """Return a small object, whose digest may be known."""
+    async def _read(self, kind: str, version: str, digest: str | None) -> bytes:
         content = io.BytesIO()
         await self._get(kind, version, digest, content)
         return content.getvalue()
@@ -132,7 +124,7 @@ class _Registry:
                         into.write(piece)
             except httpx.HTTPError as error:
                 why = f"{type(error).__name__}: {error}"
-                await asyncio.sleep(2**attempt)
+                await asyncio.sleep(PAUSE_S * 2**attempt)
                 continue
             if digest in (None, f"sha256:{found.hexdigest()}"):
                 return

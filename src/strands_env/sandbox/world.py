@@ -538,9 +538,9 @@ class World:
 
         await self._unpack(target, owner, os.path.basename(source), packs)
 
-    async def _unpack_layer(self, archive: int, target: int) -> None:
-        """Unpack a layer of an image, an archive, to a folder outside; both are descriptors, which are closed."""
-        await self._with_files({"do": "layer", "path": "a layer", "most": self.limits.disk_bytes}, archive, target)
+    async def _unpack_layer(self, archive: int) -> None:
+        """Unpack a layer of an image, a file, which is closed."""
+        await self._with_files({"do": "layer", "path": "/", "is_first": not self.image.layers}, archive)
 
     async def get(self, source: str, target: str | os.PathLike[str]) -> None:
         """Copy a file or a folder of the world to this machine, without links that lead out of it and without devices.

@@ -24,28 +24,14 @@ from strands_env.sandbox import (
     available_modes,
 )
 from support.processes import running
-from support.worlds import needs_worlds
+from support.worlds import needs_worlds, worlds_folder
 
 SMALL = replace(WORLD_LIMITS, memory_bytes=300 << 20, disk_bytes=32 << 20, processes=40, output_bytes=100_000)
 IS_ROOT = os.geteuid() == 0
 pytestmark = needs_worlds
 
 
-@pytest.fixture(autouse=True)
-def folder(monkeypatch):
-    """Provide the folder of this test's worlds; at the end, check that no files and no processes are left."""
-    path = tempfile.mkdtemp(prefix="test-world-")
-    os.chmod(path, 0o755)
-    monkeypatch.setenv("STRANDS_ENV_WORLDS", f"{path}/worlds")
-    yield Path(path)
-    deadline = time.monotonic() + 60
-    while left := running(os.getpid()):
-        assert time.monotonic() < deadline, left
-    layers = Path(path, "worlds")
-    if layers.exists():
-        while left := [name for name in os.listdir(layers) if name != "lock" and not name.startswith("i-")]:
-            assert time.monotonic() < deadline, left
-    shutil.rmtree(path)
+folder = pytest.fixture(autouse=True)(worlds_folder)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import fcntl
 import itertools
 import os
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -494,39 +495,54 @@ def _unpack(request: dict[str, Any]) -> None:
 
 
 def _unpack_layer(request: dict[str, Any]) -> None:
-    """Unpack a layer of an image to a folder outside, descriptor 1, as overlays have it.
+    """Unpack a layer of an image, an archive, over the layers below it.
 
-    Files that a layer removes are `.wh.NAME` in its archive; a folder that it replaces has `.wh..wh..opq`. See
+    A file that it removes is `.wh.NAME` in the archive, and a folder that it replaces has `.wh..wh..opq`. See
     https://github.com/opencontainers/image-spec/blob/main/layer.md.
     """
-    os.fchdir(1)
-    os.chroot(".")  # links lead nowhere else
-    left = request["most"]
+    if not request["is_first"]:
+        _remove_what_layer_hides()
     for archive, member in _members():
-        left -= member.size
-        if left < 0:
-            raise OSError(errno.EFBIG, request["path"])
         path = os.path.normpath(f"/{member.name}")
-        folder, name = os.path.split(path)
-        os.makedirs(folder, exist_ok=True)
-        if name == ".wh..wh..opq":
-            os.setxattr(folder, "user.overlay.opaque", b"y")
-        elif name.startswith(".wh."):
-            os.mknod(os.path.join(folder, name[4:]), stat.S_IFCHR, 0)
-        elif not member.ischr() and not member.isblk():
-            if not member.isdir() and os.path.lexists(path):
-                os.unlink(path)
-            if request["is_only_user"]:
-                member.uid = member.gid = 0
-            archive.extract(member, "/", numeric_owner=True)
+        if os.path.basename(path).startswith(".wh."):
+            continue
+        if os.path.lexists(path) and not (member.isdir() and _is_folder(path)):
+            _remove(path)
+        if request["is_only_user"]:
+            member.uid = member.gid = 0
+        archive.extract(member, "/", numeric_owner=True)
+
+
+def _remove_what_layer_hides() -> None:
+    for _, member in _members():
+        folder, name = os.path.split(os.path.normpath(f"/{member.name}"))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if name == ".wh..wh..opq":
+                for each in os.listdir(folder):
+                    _remove(os.path.join(folder, each))
+            elif name.startswith(".wh."):
+                _remove(os.path.join(folder, name[4:]))
+    os.lseek(0, 0, os.SEEK_SET)
+
+
+def _remove(path: str) -> None:
+    if _is_folder(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        os.unlink(path)
+
+
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def _members() -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
-    """Yield the members of the archive that descriptor 0 has."""
-    with os.fdopen(0, "rb") as stream, tarfile.open(fileobj=stream, mode="r|*") as archive:
+    """Yield the members of the archive that descriptor 0 has, but no devices."""
+    with os.fdopen(0, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r|*") as archive:
         archive.extraction_filter = unchanged
         for member in archive:
-            yield archive, member
+            if not member.ischr() and not member.isblk():
+                yield archive, member
 
 
 def _copy(request: dict[str, Any]) -> None:
