@@ -80,9 +80,6 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
         with contextlib.suppress(PermissionError):  # an image's folder of a user that this machine has not
             os.chmod(folder, 0o1777)
     for path, text in config["files"].items():
-        if not os.path.exists(path) or os.path.getsize(path) == 0:
-            _replace(path, text)
-    for path, text in config["settings"].items():
         _replace(path, text)
     return upper
 
