@@ -64,8 +64,3 @@ export function fate(page, episode, sequence, place) {
   if (trains) return `in sequence ${trains - 1}, so not again here`;
   return `no: ${page.whys[c.why[place]]}`;
 }
-
-/** The biography as an element. */
-export function biography(pairs) {
-  return h("dl", {}, pairs.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text))));
-}

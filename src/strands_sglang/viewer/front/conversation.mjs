@@ -22,11 +22,9 @@ export class Conversation {
   /** Show the messages of a path of turns: `[{turn, number, said, images}]`, `said` being `[role, kind, text, name]`. */
   show(turns, empty) {
     this.turns = turns;
-    this.empty = empty;
     this.range = null;
-    this.viewport.replaceChildren();
     this.current = -1;
-    if (!turns.length) this.viewport.append(h("p.empty", {}, empty));
+    this.viewport.replaceChildren(turns.length ? "" : h("p.empty", {}, empty));
   }
 
   /** Show what the model said as Markdown, or as it was said. */
@@ -58,36 +56,31 @@ export class Conversation {
 
   /** Draw the turns around one, as many as the budget of nodes allows. */
   draw(at) {
-    let left = MOST_NODES;
-    const made = new Map();
-    const order = [at];
-    for (let k = 1; k < 30; k++) order.push(at + k, at - k);
-    let [first, last] = [at, at];
-    for (const k of order) {
-      if (k < 0 || k >= this.turns.length || k < first - 1 || k > last + 1) continue;
-      const section = this.section(this.turns[k]);
-      const size = nodes(section);
-      if (made.size && size > left) break;
-      left -= size;
-      made.set(k, section);
-      first = Math.min(first, k);
-      last = Math.max(last, k);
+    const shown = [this.section(this.turns[at])];
+    let [first, last, left] = [at, at, MOST_NODES - nodes(shown[0])];
+    for (let k = 1; k < 60; k++) {
+      const next = k % 2 ? last + 1 : first - 1;
+      if (!this.turns[next]) continue;
+      const section = this.section(this.turns[next]);
+      left -= nodes(section);
+      if (left < 0) break;
+      if (next > last) shown.push(section);
+      else shown.unshift(section);
+      [first, last] = [Math.min(first, next), Math.max(last, next)];
     }
     this.range = [first, last];
-    const shown = [...made.keys()].sort((a, b) => a - b).map((k) => made.get(k));
     const more = (k, label) => h("button.more", { type: "button", onclick: () => this.choose(this.turns[k].turn) }, label);
-    this.viewport.replaceChildren(
-      ...(first > 0 ? [more(first - 1, `↑ ${counted(first, "earlier turn")}`)] : []),
-      ...shown,
-      ...(last < this.turns.length - 1 ? [more(last + 1, `↓ ${counted(this.turns.length - 1 - last, "later turn")}`)] : []),
-    );
+    const later = this.turns.length - 1 - last;
+    if (first > 0) shown.unshift(more(first - 1, `↑ ${counted(first, "earlier turn")}`));
+    if (later > 0) shown.push(more(last + 1, `↓ ${counted(later, "later turn")}`));
+    this.viewport.replaceChildren(...shown);
   }
 
   section({ turn, number, said, images, differs }) {
     const section = h("section.messages", { "data-turn": turn, "aria-label": number === null ? "Episode" : `Turn ${number}`, onclick: () => this.choose(turn) });
     if (number !== null) section.append(h("p.turn-name", {}, `Turn ${number}`));
     if (differs) section.append(comparison(number, differs));
-    let pictures = [...(images ?? [])];
+    const pictures = [...images];
     const answer = said.findLastIndex(([role]) => role !== "assistant") + 1;
     for (const [i, part] of said.entries()) {
       const shown = card(part, part[1] === "image" ? pictures.shift() : null, this.rendered);
@@ -95,8 +88,7 @@ export class Conversation {
       section.append(shown);
       if (nodes(section) > MOST_NODES) {
         section.append(h("p.empty", {}, "The rest of this turn is in its tokens."));
-        pictures = [];
-        break;
+        return section;
       }
     }
     for (const picture of pictures) section.append(card(["user", "image", "", ""], picture, false));

@@ -3,7 +3,7 @@
 /**
  * One typed array or text of the page.
  *
- * @typedef {{at: string, type: "u1"|"u2"|"u4"|"f4"|"json", length?: number}|{all: number, length: number}} Packed
+ * @typedef {{at: string, type: "u1"|"u2"|"u4"|"f4"|"json"}} Packed
  */
 
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array };
@@ -41,10 +41,8 @@ export class Store {
     this.known = new Map();
   }
 
-  /** Return a packed value, or null if there is none. */
+  /** Return a packed value. */
   get(packed) {
-    if (packed === null || packed === undefined) return Promise.resolve(null);
-    if ("all" in packed) return Promise.resolve(new Float32Array(packed.length).fill(packed.all));
     if (!this.known.has(packed.at)) this.known.set(packed.at, this.decode(packed));
     return this.known.get(packed.at);
   }
