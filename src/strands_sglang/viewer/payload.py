@@ -31,9 +31,6 @@ from .stores import Starts, numbered, places_of, short_name, starts_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MOST_EXPERTS = 4_000_000
-"""Entries of routed experts that a page holds; those of further episodes are left out."""
-
 MOST_SCORE_CHARS = 4000
 """Characters of each fact of a score that a page holds."""
 
@@ -112,7 +109,6 @@ class _Page:
         self.whys: dict[str, int] = {}
         self.ranges: dict[str, float] = {"advantage": 0.0, "gap": 0.0}
         self.left_out = 0
-        self._held_experts = 0
         self._image_bytes = 0
 
     def episode(
@@ -145,10 +141,6 @@ class _Page:
             "said": [list(part[:4]) for part in episode.said],
             "score": _score(episode.record),
         }
-        routed = self._routing(episode)
-        if routed is not None:
-            columns["routed"], rows = routed
-            body["routing"] = {"rows": self.blocks.array(rows.reshape(-1)), "width": int(rows.shape[1])}
         trained = None if episode.record else int((columns["trains"] > 0).sum())
         gaps = np.abs(columns["trainer_logprob"] - columns["logprob"])[columns["trains"] > 0]
         own = columns["advantage"][columns["trains"] > 0]
@@ -263,23 +255,6 @@ class _Page:
                 parts.append(np.full(len(ids), self.whys.setdefault(why, len(self.whys)), np.uint16))
         return np.concatenate(parts)
 
-    def _routing(self, episode: Inspected) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        """Return for each token the number of its row of routed experts, from 1, and the rows."""
-        rows, routed = [], [np.zeros(0, np.uint32)]
-        count, width = 0, None
-        for turn in episode.turns:
-            own = np.zeros(len(turn.prompt_ids) + len(turn.output_ids), np.uint32)
-            routed.append(own)
-            experts = _experts(turn)
-            if experts is not None and width in (None, experts.shape[1]):
-                own[: len(experts)] = np.arange(count + 1, count + 1 + len(experts[: len(own)]))
-                rows.append(experts[: len(own)])
-                count, width = count + len(rows[-1]), experts.shape[1]
-        if width is None or self._held_experts + count * width > MOST_EXPERTS:
-            return None
-        self._held_experts += count * width
-        return np.concatenate(routed), np.concatenate(rows)
-
     def _turn(
         self,
         group: Group,
@@ -375,16 +350,6 @@ def _column(episode: Inspected, name: str) -> NDArray[Any]:
     for turn in episode.turns:
         parts += halves(turn, name)
     return np.concatenate(parts)
-
-
-def _experts(turn: Turn) -> NDArray[Any] | None:
-    """Return the routed experts of a turn's own tokens; None if they are not recorded, or damaged."""
-    if turn.generation is None or turn.generation.routed_experts is None:
-        return None
-    try:
-        return turn.generation.expert_ids(turn.prompt_tokens - len(turn.prompt_ids))
-    except ValueError:  # rows are missing, which the doctor finds
-        return None
 
 
 def _branchings(turns: Sequence[Turn]) -> dict[int, str]:

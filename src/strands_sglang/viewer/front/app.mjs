@@ -63,14 +63,6 @@ class App {
       columns.turn.fill(turn.number, turn.prompt[0], turn.sampled[1]);
       turn.images = turn.images.map((image) => ({ ...image, url: image.at ? `data:image/${image.format};base64,${this.store.read(image.at)}` : null }));
     }
-    if (body.routing) {
-      const rows = await this.store.get(body.routing.rows);
-      const width = body.routing.width;
-      body.experts = (place) => {
-        const row = columns.routed[place];
-        return row ? Array.from(rows.subarray((row - 1) * width, row * width)).join(" ") : null;
-      };
-    }
     return body;
   }
 

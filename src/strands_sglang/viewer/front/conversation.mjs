@@ -4,7 +4,6 @@ import { counted, h } from "./dom.mjs";
 import { markdown } from "./markdown.mjs";
 import { harmless } from "./text.mjs";
 
-const MOST_NODES = 1000; // in the document at a time, texts included
 const LONGEST = 6000; // characters of a part that are shown at first
 
 export class Conversation {
@@ -15,65 +14,36 @@ export class Conversation {
   constructor(viewport, choose) {
     this.viewport = viewport;
     this.choose = choose;
-    this.turns = [];
     this.rendered = false;
   }
 
   /** Show the messages of a path of turns: `[{turn, number, said, images}]`, `said` being `[role, kind, text, name]`. */
   show(turns, empty) {
     this.turns = turns;
-    this.range = null;
-    this.current = -1;
-    this.viewport.replaceChildren(turns.length ? "" : h("p.empty", {}, empty));
+    this.current = null;
+    this.viewport.replaceChildren(...(turns.length ? turns.map((turn) => this.section(turn)) : [h("p.empty", {}, empty)]));
   }
 
   /** Show what the model said as Markdown, or as it was said. */
   render(rendered) {
     const { current, answered } = this;
     this.rendered = rendered;
-    this.range = null;
-    this.current = -1;
-    if (current >= 0) this.follow(this.turns[current].turn, answered);
+    if (!this.turns.length) return;
+    this.show(this.turns);
+    this.follow(current, answered);
   }
 
   /** Bring the messages of a turn into view, or its answer, in step with the tokens. */
   follow(turn, answered = false) {
-    const at = this.turns.findIndex((entry) => entry.turn === turn);
-    if (at < 0 || (at === this.current && answered === this.answered)) return;
-    this.current = at;
+    if (turn === this.current && answered === this.answered) return;
+    this.current = turn;
     this.answered = answered;
-    const [first, last] = this.range ?? [0, -1];
-    const nearEdge = (at === first && first > 0) || (at === last && last < this.turns.length - 1);
-    if (at < first || at > last || nearEdge) this.draw(at);
-    for (const element of this.viewport.querySelectorAll(".messages.now")) element.classList.remove("now");
+    this.viewport.querySelector(".now")?.classList.remove("now");
     const own = this.viewport.querySelector(`[data-turn="${turn}"]`);
-    if (own) {
-      own.classList.add("now");
-      const from = (answered && own.querySelector(".answer")) || own;
-      this.viewport.scrollTop = from.offsetTop - 8;
-    }
-  }
-
-  /** Draw the turns around one, as many as the budget of nodes allows. */
-  draw(at) {
-    const shown = [this.section(this.turns[at])];
-    let [first, last, left] = [at, at, MOST_NODES - nodes(shown[0])];
-    for (let k = 1; k < 60; k++) {
-      const next = k % 2 ? last + 1 : first - 1;
-      if (!this.turns[next]) continue;
-      const section = this.section(this.turns[next]);
-      left -= nodes(section);
-      if (left < 0) break;
-      if (next > last) shown.push(section);
-      else shown.unshift(section);
-      [first, last] = [Math.min(first, next), Math.max(last, next)];
-    }
-    this.range = [first, last];
-    const more = (k, label) => h("button.more", { type: "button", onclick: () => this.choose(this.turns[k].turn) }, label);
-    const later = this.turns.length - 1 - last;
-    if (first > 0) shown.unshift(more(first - 1, `↑ ${counted(first, "earlier turn")}`));
-    if (later > 0) shown.push(more(last + 1, `↓ ${counted(later, "later turn")}`));
-    this.viewport.replaceChildren(...shown);
+    if (!own) return;
+    own.classList.add("now");
+    const from = (answered && own.querySelector(".answer")) || own;
+    this.viewport.scrollTop = from.offsetTop - 8;
   }
 
   section({ turn, number, said, images, differs }) {
@@ -86,19 +56,10 @@ export class Conversation {
       const shown = card(part, part[1] === "image" ? pictures.shift() : null, this.rendered);
       shown.classList.toggle("answer", i === answer);
       section.append(shown);
-      if (nodes(section) > MOST_NODES) {
-        section.append(h("p.empty", {}, "The rest of this turn is in its tokens."));
-        return section;
-      }
     }
-    for (const picture of pictures) section.append(card(["user", "image", "", ""], picture, false));
+    for (const picture of pictures) section.append(card(["user", "image"], picture));
     return section;
   }
-}
-
-/** About the number of nodes: an element has a text in most cases. */
-function nodes(element) {
-  return 2 * element.querySelectorAll("*").length;
 }
 
 /** Two parts from where they differ. */

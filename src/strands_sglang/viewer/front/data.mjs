@@ -8,20 +8,6 @@
 
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array };
 
-/** Decode base64 to bytes. */
-export function bytesOf(base64) {
-  const text = atob(base64);
-  const bytes = new Uint8Array(text.length);
-  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-  return bytes;
-}
-
-/** Inflate a zlib stream. */
-export async function inflate(bytes) {
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
-}
-
 /** Undo the shuffle of bytes: the first bytes of all values come first, then all second bytes, and so on. */
 export function unshuffle(bytes, type) {
   const size = TYPES[type].BYTES_PER_ELEMENT;
@@ -48,7 +34,11 @@ export class Store {
   }
 
   async decode(packed) {
-    const bytes = await inflate(bytesOf(this.read(packed.at)));
+    const text = atob(this.read(packed.at));
+    const packedBytes = new Uint8Array(text.length);
+    for (let i = 0; i < text.length; i++) packedBytes[i] = text.charCodeAt(i);
+    const stream = new Blob([packedBytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
     if (packed.type === "json") return JSON.parse(new TextDecoder().decode(bytes));
     return unshuffle(bytes, packed.type);
   }

@@ -58,7 +58,7 @@ export class EpisodeView {
       sequence: h("select", { "aria-label": "Sequence", onchange: (event) => this.app.go(`episode-${this.number}-sequence-${event.target.value}`) }),
       color: h("select", { "aria-label": "Color by", onchange: () => this.recolor() }),
       score: pane("score", "Score"),
-      legend: h("div.legends"),
+      legend: h("div.bar.legends"),
       rendered: h("button.render", { type: "button", "aria-pressed": "false", onclick: () => this.toggleRendered(), title: "Read what the model wrote as Markdown, and indent JSON (r)" }, "Render"),
       strip: pane("viewport.strip", "Tokens; arrow keys move"),
       conversation: pane("viewport.conversation", "Conversation"),
@@ -149,24 +149,21 @@ export class EpisodeView {
   showSequence(at) {
     if (this.sequence === at) return;
     const { body, parts } = this;
-    const sequence = body.sequences[at];
     this.sequence = at;
     parts.sequence.value = String(at);
-    this.flow = sequenceOf(body, body.length && sequence ? sequence.steps : []);
+    this.flow = sequenceOf(body, body.length ? body.sequences[at].steps : []);
     const headings = this.flow.bounds.flatMap((bound) => this.headings(bound));
     this.strip.show({ ...this.flow, vocabulary: this.app.vocabulary, headings }, (place) => this.classOf(place));
-    parts.strip.classList.toggle("blank", !this.flow.tokens.length);
     this.drawLegend();
     const spoken = this.flow.bounds
       .map(({ turn }) => ({ ...body.turns[turn], turn, differs: difference(body.turns, turn) }))
       .filter((entry) => entry.said.length || entry.images.length);
-    const whole = { turn: this.flow.bounds[0]?.turn ?? -1, number: null, said: body.said, images: [] };
+    const whole = { turn: this.flow.bounds[0]?.turn, number: null, said: body.said, images: [] };
     this.conversation.show(
       spoken.length || !body.said.length ? spoken : [whole],
       "No messages: the file holds tokens only, and no tokenizer told its texts. View it with --tokenizer.",
     );
-    if (!this.flow.bounds.length) this.conversation.follow(-1);
-    parts.life.replaceChildren(h("p.empty", {}, this.flow.tokens.length ? "Point at a token, or move with the arrow keys." : "This episode has no tokens."));
+    parts.life.replaceChildren(h("p.empty", {}, "This episode has no tokens."));
     if (this.flow.bounds.length) this.follow(0);
     this.finder.mark();
   }
@@ -269,6 +266,7 @@ export class EpisodeView {
     if (many !== undefined) this.strip.mark(new Uint8Array(this.flow.tokens.length).fill(1, position, position + Math.max(1, many)));
     this.strip.choose(position);
     this.strip.reveal(position, 0.35, true);
+    this.finder.tell();
     this.parts.strip.focus({ preventScroll: true });
     for (const part of [this.parts.life, this.parts.strip]) part.scrollIntoView({ block: "nearest" }); // on a phone
   }

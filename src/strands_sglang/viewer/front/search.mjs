@@ -173,13 +173,12 @@ export class Finder {
     this.results.hidden = !this.found.length;
     this.results.style.height = `${Math.min(5, this.found.length) * ROW_HEIGHT + 2}px`;
     this.list.reset(this.found.length);
-    if (this.at !== undefined) strip.reveal(strip.current); // the list took some of its height
+    if (this.at >= 0) strip.reveal(strip.current); // the list took some of its height
   }
 
   /** Mark what matches in the open sequence. */
   mark() {
     const { strip, flow, body, app } = this.view;
-    this.at = undefined; // the match of the open sequence that is shown
     this.starts = [];
     let marked = null;
     if (this.query) {
@@ -193,12 +192,17 @@ export class Finder {
     this.tell();
   }
 
+  /** Which match of the open sequence the current token begins, -1 if none. */
+  get at() {
+    return this.starts.indexOf(this.view.strip.current);
+  }
+
   /** Say how much is found. */
   tell() {
     const { query, found, here, starts, unit, at, soFar } = this;
     if (!query) return void (this.told.textContent = "");
     const stretch = query.test ? "stretch " : "";
-    const shown = at === undefined ? "" : ` (${stretch}${count(at + 1)} of ${count(starts.length)})`;
+    const shown = at < 0 ? "" : ` (${stretch}${count(at + 1)} of ${count(starts.length)})`;
     const own = `${here ? counted(here, ...unit) : "nothing"} in this ${this.view.body.length ? "sequence" : "episode"}${shown}`;
     const total = found.reduce((all, { many }) => all + many, 0);
     const episodes = new Set(found.map(({ episode }) => episode)).size;
@@ -220,23 +224,20 @@ export class Finder {
     );
   }
 
-  /** Go to the next match: in the open sequence, then in the next one with any. */
+  /** Go to the next match: in the open sequence, then in the next one with any, and after the last to the first. */
   next(by) {
     if (!this.query) return;
     const { strip, number, sequence, app } = this.view;
     const { starts, found } = this;
     const here = strip.current;
-    let at = by > 0 ? starts.findIndex((start) => start > here) : starts.findLastIndex((start) => start < here);
-    if (at < 0 && found.length) {
+    const at = by > 0 ? starts.find((start) => start > here) : starts.findLast((start) => start < here);
+    if (at !== undefined) {
+      strip.choose(at);
+      this.tell();
+    } else if (by > 0 && found.length) {
       const later = found.find((one) => one.episode > number || (one.episode === number && one.sequence > sequence));
-      const other = later ?? found[0];
-      if (by > 0 && (other.episode !== number || other.sequence !== sequence)) return app.go(addressOf(other));
-      at = by > 0 ? 0 : starts.length - 1;
+      app.go(addressOf(later ?? found[0]));
     }
-    if (at < 0) return;
-    this.at = at;
-    strip.choose(starts[at]);
-    this.tell();
   }
 }
 

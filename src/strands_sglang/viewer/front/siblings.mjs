@@ -104,7 +104,7 @@ export class Siblings {
 
   layOut() {
     const { lanes } = this;
-    const width = Math.max(148, Math.floor((this.viewport.clientWidth - 16) / lanes.length));
+    const width = Math.max(132, Math.floor((this.viewport.clientWidth - 16) / lanes.length));
     const visibleRows = Math.ceil(this.viewport.clientHeight / ROW_HEIGHT) + 6;
     const most = Math.max(2, Math.floor(MOST_TOKENS / lanes.length / visibleRows));
     this.limit = Math.max(8, Math.floor((width - 14) / columnWidth(this.viewport)));

@@ -237,7 +237,7 @@ export class Credit {
       });
       return [whole, ...parts];
     });
-    const column = (name, cell, kind = "") => ({ name, kind: `.number${kind}`, width: [kind ? 110 : 92, 0], cell });
+    const column = (name, cell, kind = "", width = 92) => ({ name, kind: `.number${kind}`, width: [width, 0], cell });
     const judged = (told, row) => h(`span${isOff(row) ? ".off" : ""}`, {}, told);
     this.table.columns = [
       { name: "Episode, sequence, turn", kind: ".name", width: [170, 1], cell: ({ link, found }) => [link, alarm(found)] },
@@ -250,7 +250,7 @@ export class Credit {
         column(names.map((name) => h("span.loss", {}, name)), ({ parts, exact }) => {
           const yours = sum(parts, (part) => part.abs * weights[part.row] * reductions[part.row]);
           return judged(number(yours), { yours, exact });
-        }, ".trainer"),
+        }, ".trainer", 140),
       ),
     ];
     this.judge(rows.filter(({ kind, wide }) => kind === "group" && !wide));
