@@ -20,8 +20,11 @@ from ..inspection.doctor import KINDS
 from ..inspection.records import Finding, Group, Inspected, Step, Writer, halves, steps_to, turns_of
 from ..inspection.texts import writers_of
 from ..messages.content import Picture
+from ..messages.said import Said
+from ..reasons import of_turns
 from ..shown import counted, one_line
 from ..tool_parsers import ToolParseResult
+from ..tool_parsers.base import WRITTEN_AS
 from ..trajectory.turn import Turn, TurnStatus
 from .audit import advantages_of, audit_credit
 from .blocks import Blocks
@@ -138,7 +141,7 @@ class _Page:
             "sequences": [
                 {"name": name, "steps": numbered(steps, positions)} for name, steps in _shown_sequences(episode)
             ],
-            "said": [list(part[:4]) for part in episode.said],
+            "said": _as_written(episode.said),
             "score": _score(episode.record),
         }
         trained = None if episode.record else int((columns["trains"] > 0).sum())
@@ -269,7 +272,7 @@ class _Page:
             "number": turn.index,
             "parent": None if turn.parent is None else positions[id(turn.parent)],
             "branching": branching,
-            "reason": turn.reason,
+            "reason": of_turns(turn.reason) or "no reason recorded",
             "status": turn.status.value,
             "note": turn.note,
             "failure": turn.failure,
@@ -502,6 +505,16 @@ def _said(group: Group, turn: Turn) -> list[list[str]]:
         else:
             content = b"".join(group.vocabulary.get(token_id, b"") for token_id in ids)
             shown.append([role, kind, content.decode("utf-8", "surrogateescape"), ""])
+    return shown
+
+
+def _as_written(said: Sequence[Said]) -> list[list[str]]:
+    """Return messages; in place of the empty input of a call that could not be read, what its result says of it."""
+    results = {part.id: part.text for part in said if part.kind == "result"}
+    shown = [list(part[:4]) for part in said]
+    for part, one in zip(shown, said, strict=True):
+        if one.kind == "call" and one.name == ToolParseResult.UNKNOWN_NAME:
+            part[2] = results.get(one.id, "").partition(WRITTEN_AS)[2] or one.text
     return shown
 
 

@@ -18,7 +18,7 @@ const { filtered, sorted } = await load("tables");
 const { find, findAll, parseQuery } = await load("search");
 const { align } = await load("siblings");
 const { Vocabulary, columns, harmless, visible } = await load("text");
-const { difference, marks, states, treeRows, why } = await load("tree");
+const { difference, marks, states, treeRows } = await load("tree");
 
 const random = (seed) => () => (seed = (seed * 1103515245 + 12345) % 2147483648) / 2147483648;
 
@@ -116,7 +116,7 @@ const page = { writers: ["prompt", "model"], versions: ["11", "12"], whys: ["the
 const body = {
   turns: [
     { number: 4, prompt: [0, 2], sampled: [2, 5], parent: null, branching: "opens", status: "committed", reason: "opens the first sequence" },
-    { number: 6, prompt: [5, 6], sampled: [6, 8], parent: 0, branching: "forks", status: "final", reason: "forks after call 4" },
+    { number: 6, prompt: [5, 6], sampled: [6, 8], parent: 0, branching: "forks", status: "final", reason: "forks after turn 4" },
   ],
   columns: {
     token: Uint16Array.of(0, 1, 2, 3, 2, 1, 2, 3),
@@ -206,10 +206,7 @@ test("turns are a tree, agents apart, with forks indented", () => {
   assert.deepEqual(names(null, null), []);
 });
 
-test("the words of a turn are those of the page, and each is explained", () => {
-  assert.equal(why({ reason: "extends call 0 with 1 new message(s)" }), "extends turn 0 with 1 new message");
-  assert.equal(why({ reason: "forks after call 12: it calls (compared with call 3)" }), "forks after turn 12: it calls (compared with turn 3)");
-  assert.equal(why({ reason: "" }), "no reason recorded");
+test("each word of a turn is explained", () => {
   const turn = { branching: "opens", status: "final", clamped: true, finish: "stop", resumed: true };
   assert.deepEqual(marks(turn), ["opens", "final", "resumed"]);
   assert.deepEqual(marks({ ...turn, finish: "length" }), ["opens", "final", "resumed", "context full"]);
@@ -223,10 +220,10 @@ test("what was sent is compared with what was recorded", () => {
   const said = (...texts) => texts.map((text) => [text.startsWith("a") ? "assistant" : "user", "text", text, ""]);
   const turns = [
     { number: 0, parent: null, reason: "opens the first sequence", said: said("q", "a1") },
-    { number: 1, parent: 0, reason: "extends call 0 with 1 new message(s)", said: said("r", "a2") },
-    { number: 2, parent: 0, reason: "forks after call 0: message 2 (user) is not the recorded one (compared with call 1)", said: said("s", "a3") },
-    { number: 3, parent: null, reason: "opens a sequence: the tools changed (compared with call 1)", said: said("q", "a1", "r", "a9") },
-    { number: 4, parent: null, reason: "opens a sequence: it continues after message 3 (compared with call 1)", said: said("q", "a1", "r", "a2", "t", "a4") },
+    { number: 1, parent: 0, reason: "extends turn 0 with 1 new message", said: said("r", "a2") },
+    { number: 2, parent: 0, reason: "forks after turn 0: message 2 (user) is not the recorded one (compared with turn 1)", said: said("s", "a3") },
+    { number: 3, parent: null, reason: "opens a sequence: the tools changed (compared with turn 1)", said: said("q", "a1", "r", "a9") },
+    { number: 4, parent: null, reason: "opens a sequence: it continues after message 3 (compared with turn 1)", said: said("q", "a1", "r", "a2", "t", "a4") },
   ];
   assert.deepEqual(turns.map((_, at) => difference(turns, at)), [
     null,

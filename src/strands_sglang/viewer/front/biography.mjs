@@ -1,7 +1,7 @@
 // Everything that is known of one token.
 
 import { count, h, number } from "./dom.mjs";
-import { marks, why } from "./tree.mjs";
+import { marks } from "./tree.mjs";
 
 const WRITERS = {
   prompt: "a part of the prompt",
@@ -32,7 +32,7 @@ export function facts(page, episode, { vocabulary, sequence, position, place, tu
   add("Trained", fate(page, episode, sequence, place));
   add("Position", position === place ? count(position) : `${count(position)} (${count(place)} in the episode)`);
   add("Written by", WRITERS[page.writers[c.writer[place]]]);
-  add("Turn", `${turn.number} (${marks(turn).join(", ")}): ${why(turn)}`);
+  add("Turn", `${turn.number} (${marks(turn).join(", ")}): ${turn.reason}`);
   if (c.version) add("Weight version", c.version[place] ? page.versions[c.version[place] - 1] : "–");
   const measured = {
     Logprob: [logprob, `  (probability ${number(Math.exp(logprob), 3)})`],

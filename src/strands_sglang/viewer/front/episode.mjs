@@ -8,7 +8,7 @@ import { rowOf } from "./layout.mjs";
 import { scoreCard } from "./score.mjs";
 import { Finder, addressOf } from "./search.mjs";
 import { Strip } from "./strip.mjs";
-import { difference, marks, states, treeRow, treeRows, why } from "./tree.mjs";
+import { difference, marks, states, treeRow, treeRows } from "./tree.mjs";
 
 /** The tokens of a sequence, from the store of an episode, in which each token stands once. */
 export function sequenceOf(body, steps) {
@@ -183,7 +183,7 @@ export class EpisodeView {
         make: () =>
           h(`div.heading.${kind}`, { title: words }, h("b", {}, `Turn ${turn.number}`), kind === "prompt" ? " prompt · " : " answer · ", words),
       });
-    if (sampled > start) head(start, "prompt", `${counted(sampled - start, "token")} · ${why(turn)}`);
+    if (sampled > start) head(start, "prompt", `${counted(sampled - start, "token")} · ${turn.reason}`);
     if (stop > sampled) {
       const whole = turn.sampled[1] - turn.sampled[0];
       const size = stop - sampled < whole ? `${count(stop - sampled)} of ${counted(whole, "token")}` : counted(whole, "token");

@@ -49,13 +49,6 @@ export function marks(turn) {
   return words.filter(Boolean);
 }
 
-/** Why a turn extends, forks or opens a sequence, in the words of the page. */
-export function why(turn) {
-  return (turn.reason || "no reason recorded")
-    .replace(/\bcall (?=\d)/g, "turn ")
-    .replace(/(\d+) new message\(s\)/, (_, many) => counted(Number(many), "new message"));
-}
-
 /** What is said up to a turn, its answer included. */
 function path(turns, at) {
   const parts = [];
@@ -70,7 +63,7 @@ function path(turns, at) {
  *     first part that differs; null if the turn was not compared, or differs in something else
  */
 export function difference(turns, at) {
-  const other = Number(/compared with call (\d+)/.exec(turns[at].reason)?.[1] ?? NaN);
+  const other = Number(/compared with turn (\d+)/.exec(turns[at].reason)?.[1]);
   const compared = turns.findIndex((turn) => turn.number === other);
   if (compared < 0) return null;
   const [recorded, sent] = [path(turns, compared), path(turns, at)];
@@ -134,7 +127,7 @@ export function treeRow(row, turns, { found, choose }) {
     turn.cached !== null && turn.asked && `cache ${Math.round((100 * turn.cached) / turn.asked)}%`,
     turn.reward !== null && `reward ${turn.reward}`,
   ];
-  const words = marks(turn).filter((word) => !why(turn).startsWith(word));
+  const words = marks(turn).filter((word) => !turn.reason.startsWith(word));
   const button = h(
     `button.turn.${turn.status}`,
     { type: "button", onclick: () => choose(row.turn), "data-turn": row.turn, tabindex: -1 },
@@ -143,7 +136,7 @@ export function treeRow(row, turns, { found, choose }) {
       "span.lines",
       {},
       h("span", {}, h("b", {}, `Turn ${turn.number}`), ...words.map((word) => ` · ${word}`), alarms && h("span.alarm", {}, ` ⚑ ${alarms}`)),
-      h("span.why", {}, [why(turn), turn.note, turn.failure].filter(Boolean).join(" — ")),
+      h("span.why", {}, [turn.reason, turn.note, turn.failure].filter(Boolean).join(" — ")),
       h("span.figures", {}, figures.filter(Boolean).join(" · ")),
     ),
   );
