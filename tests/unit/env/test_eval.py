@@ -1248,7 +1248,7 @@ async def test_the_bar_names_a_server_that_does_not_answer_and_no_remaining_time
 
         await bar(lambda shown: "1/3" in shown and "<" in shown and "answered" not in shown)
         silent[0] = Outage("http://{one}", 40.0, 7, 61, 320.0)
-        told = "http://{one} has not answered for 40 s, retrying (attempt 7 of 61, gives up in about 5 min)]"
+        told = "http://{one} has not answered for 40 s, retrying (attempt 7 of 61, gives up in about 320 s)]"
         assert "<" not in await bar(lambda shown: told in shown and "1/3" in shown)
         silent.clear()
         await bar(lambda shown: "<" in shown and "answered" not in shown)

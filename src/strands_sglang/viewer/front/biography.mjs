@@ -37,7 +37,6 @@ export function facts(page, episode, { vocabulary, sequence, position, place, tu
   const measured = {
     Logprob: [logprob, `  (probability ${number(Math.exp(logprob), 3)})`],
     "Training logprob": [value("trainer_logprob"), `  (gap ${number(value("trainer_logprob") - logprob, 3)})`],
-    "Logprob in the row": [value("row_logprob"), ""],
     "Could be sampled from": [value("kept"), " ids"],
     Advantage: [value("advantage"), ""],
     Weight: [value("weight"), `  (product ${number(value("weight") * value("advantage"), 3)})`],

@@ -93,7 +93,7 @@ export function card([role, kind, text, name], picture, rendered) {
   if (kind === "image") {
     const shown = picture?.url
       ? h("img", { src: picture.url, alt: picture.where || "image of the prompt" })
-      : h("p.empty", {}, "an image that the file does not hold");
+      : h("p.empty", {}, "an image that the page does not hold");
     return h("article.card.image", {}, h("header", {}, `${role} · image`), shown);
   }
   if (kind === "call" || kind === "result") {
