@@ -438,10 +438,6 @@ def _costs(samples: Sequence[EvalSample], prices: Prices | None, spent: Mapping[
             rows.append([title, *(f"{number:,.0f}" if number >= 100 else f"{number:.3g}" for number in numbers)])
     if "cost_per_solved_prompt" in spent:
         rows.append(["Cost of tokens per solved task", f"{spent['cost_per_solved_prompt']:.3g}", *["-"] * 4])
-    ends = [(one.ended_at - one.seconds, one.ended_at) for one in samples if one.ended_at is not None]
-    if ends:
-        took = max(end for _, end in ends) - min(start for start, _ in ends)
-        rows.append(["From first start to last end, in seconds", f"{took:,.1f}", *["-"] * 4])
     return Table(title="Cost and time", head=["", "all samples", "mean", "median", "p95", "max"], rows=rows)
 
 

@@ -74,7 +74,11 @@ class View:
 
     def __rich__(self) -> RenderableType:
         """Lay out the view, with control characters written out."""
-        parts: list[RenderableType] = [Text(visible(line), "bold") for line in (self.title, self.headline) if line]
+        parts: list[RenderableType] = [
+            Text(visible(line), "bold", no_wrap=True, overflow="ellipsis")
+            for line in (self.title, self.headline)
+            if line
+        ]
         if self.total:
             bar = Table.grid(padding=(0, 1))
             shown = f"{self.done}/{self.total}"
@@ -193,13 +197,15 @@ class EvaluationView:
                 metrics["queued_samples"] = max(0.0, metrics.pop("waiting_samples") - running)
             slowest = sorted(samples, key=lambda sample: -sample.seconds)[:SLOWEST]
             told = [f"{sample.name} {duration(sample.seconds)}" for sample in slowest]
-            lines = [*metric_lines(metrics), "", *end_lines(results)]
+            table = metric_lines(metrics)
+            counts = table[table.index("") + 1 :]  # what runs comes first: a small screen has no room for the table
+            lines = [*counts, *end_lines(results), "", *table[: -len(counts)]]
             lines += wrapped(f"slowest: {', '.join(told)}") if told else []
             self._shown = ((self._reader.state, running), lines, headline(metrics))
         title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
         # How long an outage lasts is unknown; and before each slot has ended once, the slow episodes are not seen.
         missing = 0 if alarms or len(samples) < (running or 0) else total - finished
-        lines = [*pace_lines(samples, missing, now), *failure_lines(samples, now), "", *self._shown[1]]
+        lines = [*pace_lines(samples, missing, now), *failure_lines(samples, now), *self._shown[1]]
         return View(title, finished, total, lines, is_over, alarms, self._shown[2])
 
 
@@ -281,10 +287,12 @@ class TrainingView:
             values = [step.get(name, math.nan) for step in steps]
             finite = [value for value in values if math.isfinite(value)]
             if finite:
-                room = terminal.width() - 56
                 low, high = min(finite), max(finite)
                 told = f"{finite[0]:.4g} -> {finite[-1]:.4g} ({low:.4g} to {high:.4g})"
-                lines.append(f"{name:<15}{spark(values[-room:])}  {told if low < high else f'{low:.4g} in each step'}")
+                if low == high:
+                    told = f"{low:.4g} in each step"
+                bars = spark(values[-max(1, terminal.width() - 17 - len(told)) :])
+                lines.append(f"{name:<15}{bars}  {told}"[: terminal.width()])
         lines += self._outcomes()
         is_over = total is not None and len(steps) >= total
         return View(f"{self._folder.name}: training", len(steps), total, lines, is_over=is_over)

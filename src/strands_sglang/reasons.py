@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from .shown import counted
+
 _COMPARED = " (compared with call {turn})"
 
 SENTENCES: Mapping[str, str] = {
@@ -95,6 +97,12 @@ class Reason(NamedTuple):
     def __str__(self) -> str:
         """The reason as a sentence."""
         return SENTENCES[self.kind].format(*self.detail, turn=self.turn, position=self.position)
+
+
+def of_turns(sentence: str) -> str:
+    """Return a sentence with the words of those who look at a recorded episode: its calls are turns there."""
+    sentence = re.sub(r"\bcall (?=\d)", "turn ", sentence)
+    return re.sub(r"(\d+) new message\(s\)", lambda match: counted(int(match[1]), "new message"), sentence)
 
 
 def read_reason(value: Any) -> Reason:

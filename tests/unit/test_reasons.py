@@ -143,3 +143,11 @@ async def test_an_answer_is_judged_without_sentences(chatml_tokenizer, monkeypat
     await agent.invoke_async("r")
     assert [turn.status.value for turn in model.trajectory.turns] == ["discarded", "answered"]
     assert model.trajectory.turns[0].fate == Reason("replaced_with", None, 1, ("other text",))
+
+
+def test_a_recorded_call_is_a_turn_for_those_who_look_at_it():
+    assert reasons.of_turns("extends call 0 with 1 new message(s)") == "extends turn 0 with 1 new message"
+    told = Reason("forks", 12, detail=(Reason("stops", 3, 2),))
+    assert reasons.of_turns(str(told)) == (
+        "forks after turn 12: it stops after message 2, before the recorded answer (compared with turn 3)"
+    )

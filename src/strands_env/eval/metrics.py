@@ -441,6 +441,7 @@ class Difference:
         interval: Mean difference over prompts, second minus first, with its confidence interval.
         better: Number of prompts on which the second evaluation has more.
         worse: Number of prompts on which the second evaluation has less.
+        prompts: Number of prompts with enough samples in both evaluations.
     """
 
     name: str
@@ -449,6 +450,7 @@ class Difference:
     interval: Interval
     better: int
     worse: int
+    prompts: int
 
 
 @dataclass(frozen=True)
@@ -478,7 +480,7 @@ class Comparison:
         common: Number of prompts with scored samples in both.
         only_first: Number of prompts with scored samples only in the first.
         only_second: Number of prompts with scored samples only in the second.
-        differences: Differences of `pass@1` and of the mean reward.
+        differences: Differences of `pass@1`, of `pass@k` for each k of both, and of the mean reward.
         tasks: Differences of all common prompts, in their order.
         ends: For each outcome, how many finished samples of the common prompts have it in the first and in the second.
         configuration: What differs in the configurations, or else in the environments: values by name.
@@ -528,10 +530,17 @@ def compare(
         ]
         for name in ("is_success", "reward")
     )
+    shared = set(sample_sizes(first[0].n_samples_per_prompt)) & set(sample_sizes(second[0].n_samples_per_prompt))
+    measured = {"pass@1": successes}
+    for k in sorted(shared - {1}):
+        enough = [content for content in common if all(len(one[content]) >= k for one in scored)]
+        rows_of = [[[score.is_success for score in one[content]] for content in enough] for one in scored]
+        if enough:
+            measured[f"pass@{k}"] = [pass_at_k(list(map(len, rows)), list(map(sum, rows)), k) for rows in rows_of]
     differences = []
-    for name, (a, b) in (("pass@1", successes), ("mean reward", means)):
+    for name, (a, b) in {**measured, "mean reward": means}.items():
         difference = b - a
-        reach = 1.0 if name == "pass@1" else most - least
+        reach = most - least if name == "mean reward" else 1.0
         differences.append(
             Difference(
                 name,
@@ -540,6 +549,7 @@ def compare(
                 mean_over_prompts(difference, scale=(-reach, reach)),
                 int((difference > 0).sum()),
                 int((difference < 0).sum()),
+                len(difference),
             )
         )
     counts = [
@@ -735,7 +745,7 @@ def difference_rows(comparison: Comparison) -> list[list[str]]:
     Args:
         comparison: Return value of `compare`.
     """
-    rows = [["metric", "A", "B", "B - A", "95 % interval", "better", "worse"]]
+    rows = [["metric", "A", "B", "B - A", "95 % interval", "better", "worse", "prompts"]]
     for one in comparison.differences:
         rows.append(
             [
@@ -746,6 +756,7 @@ def difference_rows(comparison: Comparison) -> list[list[str]]:
                 interval_text(one.interval.low, one.interval.high, "+"),
                 str(one.better),
                 str(one.worse),
+                str(one.prompts),
             ]
         )
     return rows

@@ -52,16 +52,20 @@ class Outage:
         seconds: For how long.
         attempt: The attempt that the call which has failed most often makes now.
         attempts: How many it may make.
+        seconds_left: In about how many seconds it gives up, if nothing changes; infinite if that is unknown.
     """
 
     base_url: str
     seconds: float
     attempt: int
     attempts: int
+    seconds_left: float = math.inf
 
     def __str__(self) -> str:
         """Say it in one line."""
         tries = f"attempt {self.attempt} of {self.attempts}"
+        if self.seconds_left < math.inf:
+            tries += f", gives up in about {self.seconds_left:.0f} s"
         return f"{self.base_url} has not answered for {self.seconds:.0f} s, retrying ({tries})"
 
 
@@ -113,7 +117,7 @@ class Server:
         self._lock = threading.Lock()
         self._failing_since: float | None = None
         self._is_told = self._is_silent = False
-        self._failures, self._attempt = 0, (1, 1)
+        self._failures, self._attempt = 0, (1, 1, math.inf)
         self._last_failure = self._next_line = -math.inf
         self._interval = FIRST_LOG_INTERVAL_S
         with _known_lock:
@@ -133,14 +137,16 @@ class Server:
         with self._lock:
             if self._failing_since is None or not self._is_silent or now - self._last_failure > 2 * MAX_DELAY_S:
                 return None
-            return Outage(without_credentials(self.base_url), now - self._failing_since, *self._attempt)
+            attempt, attempts, gives_up_at = self._attempt
+            left = gives_up_at - now if gives_up_at > now else math.inf  # the call may be over, and others not
+            return Outage(without_credentials(self.base_url), now - self._failing_since, attempt, attempts, left)
 
-    def log_failure(self, failure: Failure, attempt: tuple[int, int] = (1, 1)) -> None:
+    def log_failure(self, failure: Failure, attempt: tuple[int, int, float] = (1, 1, math.inf)) -> None:
         """Count a failure that will be retried; log it unless a line was logged a short while ago.
 
         Args:
             failure: The failure.
-            attempt: The next attempt of its call, and how many that may make.
+            attempt: The next attempt of its call, how many that may make, and when it gives up.
         """
         now = time.monotonic()
         with self._lock:

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import threading
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -715,7 +716,8 @@ async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: 
             delay = None if can_move and request.only is not None else retries.next_delay(outcome)
             if delay is None:
                 raise retries.explain(outcome)
-            server.log_failure(outcome, (retries.retries + 1, policy.max_retries + 1))
+            left = math.inf if can_move else min(retries.seconds_left(outcome), request.cancellation.seconds_left)
+            server.log_failure(outcome, (retries.retries + 1, policy.max_retries + 1, time.monotonic() + left))
             report_retry(server.base_url, outcome.kind.value, retries.retries)
             if can_move:
                 delay = 0.0

@@ -94,8 +94,11 @@ class RetryPolicy:
             retries: Number of retries so far.
             retry_after: Seconds that the server asked to wait; None if it did not.
         """
-        backoff = min(self.retry_delay * 2.0 ** min(retries, 16), MAX_DELAY_S)
-        return min(max(backoff * random.uniform(0.5, 1.0), retry_after or 0.0), MAX_DELAY_S)
+        return min(max(self.backoff(retries) * random.uniform(0.5, 1.0), retry_after or 0.0), MAX_DELAY_S)
+
+    def backoff(self, retries: int) -> float:
+        """Return the longest delay before the next attempt that no server asked for."""
+        return min(self.retry_delay * 2.0 ** min(retries, 16), MAX_DELAY_S)
 
 
 class RetryState:
@@ -114,6 +117,7 @@ class RetryState:
         self._decode_failures = 0
         self._started = time.monotonic()
         self._unreachable_since: float | None = None
+        self._failed_since = math.inf
 
     def next_delay(self, failure: Failure) -> float | None:
         """Return the seconds until the next attempt; None to give up."""
@@ -138,7 +142,19 @@ class RetryState:
         ):
             return None
         self.retries += 1
+        self._failed_since = min(self._failed_since, time.monotonic())
         return min(delay, left)
+
+    def seconds_left(self, failure: Failure) -> float:
+        """Return in about how many seconds the call is given up if each attempt fails like the last; inf if unknown."""
+        if failure.kind is not FailureKind.UNREACHABLE:
+            return math.inf  # an attempt may take any time
+        now = time.monotonic()
+        pace = max(0.75 * self._policy.backoff(self.retries), (now - self._failed_since) / self.retries)
+        left = (self._policy.max_retries - self.retries + 1) * pace
+        if self._unreachable_since is not None:
+            left = min(left, self._unreachable_since + self._policy.unreachable_after - now)
+        return left
 
     def explain(self, failure: Failure) -> SGLangClientError:
         """Return the failure's error, with the reason to give up in its message."""

@@ -8,6 +8,7 @@ from itertools import chain, groupby, product
 import numpy as np
 
 from .. import terminal
+from ..reasons import of_turns
 from ..shown import counted, visible
 from ..terminal import SHADES, has_colors, paint
 from ..trajectory.explain import explained
@@ -48,8 +49,8 @@ def episode_lines(
         raise UnreadableError(f"--episode '{episode}': there is none of this name; some are {known}")
     for _, one in found:
         yield from _painted(_heading(one), "bold")
-        for called, line in explained(one.turns, "turn"):
-            yield from _painted(line, "red" if called.status in _TOLD else None)
+        for called, line in explained(one.turns):
+            yield from _painted(of_turns(line), "red" if called.status in _TOLD else None)
         yield ""
     group, first = found[0]
     answered = [one for one in first.turns if one.output_ids] or first.turns

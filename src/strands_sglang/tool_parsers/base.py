@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 RAW_SHOWN = 2000
 """Characters of a failed call that the error message to the model repeats."""
 
+WRITTEN_AS = "It was written as:\n"
+"""What comes before them."""
+
 # A `tool_choice.choice.CallWriter`, the module `tool_choice.grammar`, and an element of a grammar.
 Writer = Any
 Grammar = Any
@@ -334,7 +337,7 @@ class ToolParser:
             head, tail = raw[: RAW_SHOWN * 3 // 4], raw[-RAW_SHOWN // 4 :]
             raw = f"{head}\n[... {len(raw) - len(head) - len(tail)} characters omitted ...]\n{tail}"
         error = result.error or "the call could not be parsed"
-        shown = f"The tool call was not run: {error}. It was written as:\n{raw}"
+        shown = f"The tool call was not run: {error}. {WRITTEN_AS}{raw}"
         # A lone surrogate could not be encoded into the next prompt.
         return shown.encode("utf-8", "replace").decode("utf-8")
 

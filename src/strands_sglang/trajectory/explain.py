@@ -65,8 +65,8 @@ def explain(turns: Iterable[Turn]) -> str:
     return "\n".join(line for _, line in explained(turns))
 
 
-def explained(turns: Iterable[Turn], noun: str = "call") -> Iterator[tuple[Turn, str]]:
-    """Yield each turn with its line, as in `explain`; `noun` is what the line calls a turn."""
+def explained(turns: Iterable[Turn]) -> Iterator[tuple[Turn, str]]:
+    """Yield each turn with its line, as in `explain`."""
     depths: dict[int, int] = {}
     extended: set[int] = set()
     for turn in turns:
@@ -78,7 +78,7 @@ def explained(turns: Iterable[Turn], noun: str = "call") -> Iterator[tuple[Turn,
             depths[id(turn)] = depths[id(parent)] + is_fork
             extended.add(id(parent))
         indent = "  " * min(depths[id(turn)], 12)
-        yield turn, f"{indent}{noun} {turn.index} {_line(turn)}"
+        yield turn, f"{indent}call {turn.index} {_line(turn)}"
 
 
 def _line(turn: Turn) -> str:

@@ -28,7 +28,7 @@ FRONT = Path(__file__).parent / "front"
 
 MODULES = (
     *("text", "dom", "layout", "virtual", "data", "colors", "score", "strip", "tree", "markdown", "conversation"),
-    *("biography", "search", "siblings", "episode", "tables", "report", "app"),
+    *("biography", "search", "episode", "siblings", "tables", "report", "app"),
 )
 """The modules of `front/`, each after those that it imports."""
 

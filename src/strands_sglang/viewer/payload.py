@@ -17,22 +17,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..inspection.doctor import KINDS
+from ..inspection.formats.evaluations import part_of
 from ..inspection.records import Finding, Group, Inspected, Step, Writer, halves, steps_to, turns_of
 from ..inspection.texts import writers_of
 from ..messages.content import Picture
+from ..messages.said import Said
+from ..reasons import of_turns
 from ..shown import counted, one_line
 from ..tool_parsers import ToolParseResult
+from ..tool_parsers.base import WRITTEN_AS
 from ..trajectory.turn import Turn, TurnStatus
 from .audit import advantages_of, audit_credit
 from .blocks import Blocks
 from .drifting import measure
-from .stores import Starts, numbered, places_of, short_name, starts_of
+from .stores import Starts, places_of, short_name, starts_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-MOST_EXPERTS = 4_000_000
-"""Entries of routed experts that a page holds; those of further episodes are left out."""
 
 MOST_SCORE_CHARS = 4000
 """Characters of each fact of a score that a page holds."""
@@ -55,15 +56,13 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
     drift = measure(groups)
     entries: list[dict[str, Any]] = []
     listed: list[dict[str, Any]] = []
-    numbers: dict[tuple[str, str, str], int] = {}
     named = {group.file for group in groups if group.kind in ("step", "evaluation", "slime")}
     for number, group in enumerate(groups):
         # Groups of several steps have the same names.
         name = f"{group.id} of {short_name(group.file)}" if len(named) > 1 and group.file in named else group.id
-        listed.append({"name": name, "file": group.file, "episodes": []})
+        listed.append({"name": name, "episodes": []})
         advantages = advantages_of(group)
         for episode in group.episodes:
-            numbers[(group.file, group.id, episode.id)] = len(entries)
             listed[-1]["episodes"].append(len(entries))
             marked = None if drift is None else drift.marks.get(len(entries))
             entry = page.episode(group, episode, advantages.get(episode.id), marked)
@@ -76,8 +75,6 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
     notes = []
     if not any(group.vocabulary for group in groups) and any(entry["length"] for entry in entries):
         notes.append("The files do not contain the text of their tokens, so ids are shown. Use --tokenizer for text.")
-    if page.left_out:
-        notes.append(f"{page.left_out} images are too large for the page and are only named.")
     return {
         "notes": notes,
         "examined": findings is not None,
@@ -93,7 +90,7 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
         "steps": _steps(groups),
         "episodes": entries,
         "findings": located,
-        "credit": audit_credit(groups, numbers),
+        "credit": audit_credit(groups, places.numbers),
         "drift": None if drift is None else {**vars(drift), "marks": None},
     }
 
@@ -111,8 +108,6 @@ class _Page:
         self.versions: dict[str, int] = {}
         self.whys: dict[str, int] = {}
         self.ranges: dict[str, float] = {"advantage": 0.0, "gap": 0.0}
-        self.left_out = 0
-        self._held_experts = 0
         self._image_bytes = 0
 
     def episode(
@@ -140,15 +135,12 @@ class _Page:
                 for turn in episode.turns
             ],
             "sequences": [
-                {"name": name, "steps": numbered(steps, positions)} for name, steps in _shown_sequences(episode)
+                {"name": name, "steps": [[positions[id(step.turn)], step.stop - step.sampled] for step in steps]}
+                for name, steps in _shown_sequences(episode)
             ],
-            "said": [list(part[:4]) for part in episode.said],
+            "said": list(_as_written(episode.said)),
             "score": _score(episode.record),
         }
-        routed = self._routing(episode)
-        if routed is not None:
-            columns["routed"], rows = routed
-            body["routing"] = {"rows": self.blocks.array(rows.reshape(-1)), "width": int(rows.shape[1])}
         trained = None if episode.record else int((columns["trains"] > 0).sum())
         gaps = np.abs(columns["trainer_logprob"] - columns["logprob"])[columns["trains"] > 0]
         own = columns["advantage"][columns["trains"] > 0]
@@ -225,7 +217,7 @@ class _Page:
     ) -> dict[str, NDArray[Any]]:
         """Return the columns that belong to the sequences, each value at the token that it is for."""
         length = len(logprobs)
-        names = {"advantage": "advantages", "trainer_logprob": "trainer_logprobs", "row_logprob": "logprobs"}
+        names = {"advantage": "advantages", "trainer_logprob": "trainer_logprobs"}
         floats = {name: np.full(length, np.nan) for name in (*names, "weight")}
         trains, times = np.zeros(length, np.uint16), np.zeros(length, np.uint16)
         for number, sequence in enumerate(episode.sequences):
@@ -241,9 +233,6 @@ class _Page:
                 floats["weight"][chosen] = sequence.row.loss_weight
             np.add.at(times, chosen, 1)
             trains[chosen[trains[chosen] == 0]] = number + 1
-        is_trained = trains > 0
-        if np.isclose(floats["row_logprob"], logprobs, rtol=0, atol=1e-6, equal_nan=True)[is_trained].all():
-            del floats["row_logprob"]  # as recorded when they were sampled
         self.ranges["advantage"] = max(self.ranges["advantage"], _largest(floats["advantage"]))
         self.ranges["gap"] = max(self.ranges["gap"], _largest(floats["trainer_logprob"] - logprobs))
         columns: dict[str, NDArray[Any]] = {**floats, "trains": trains}
@@ -263,23 +252,6 @@ class _Page:
                 parts.append(np.full(len(ids), self.whys.setdefault(why, len(self.whys)), np.uint16))
         return np.concatenate(parts)
 
-    def _routing(self, episode: Inspected) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        """Return for each token the number of its row of routed experts, from 1, and the rows."""
-        rows, routed = [], [np.zeros(0, np.uint32)]
-        count, width = 0, None
-        for turn in episode.turns:
-            own = np.zeros(len(turn.prompt_ids) + len(turn.output_ids), np.uint32)
-            routed.append(own)
-            experts = _experts(turn)
-            if experts is not None and width in (None, experts.shape[1]):
-                own[: len(experts)] = np.arange(count + 1, count + 1 + len(experts[: len(own)]))
-                rows.append(experts[: len(own)])
-                count, width = count + len(rows[-1]), experts.shape[1]
-        if width is None or self._held_experts + count * width > MOST_EXPERTS:
-            return None
-        self._held_experts += count * width
-        return np.concatenate(routed), np.concatenate(rows)
-
     def _turn(
         self,
         group: Group,
@@ -294,7 +266,7 @@ class _Page:
             "number": turn.index,
             "parent": None if turn.parent is None else positions[id(turn.parent)],
             "branching": branching,
-            "reason": turn.reason,
+            "reason": of_turns(turn.reason) or "no reason recorded",
             "status": turn.status.value,
             "note": turn.note,
             "failure": turn.failure,
@@ -319,7 +291,6 @@ class _Page:
         kind = str(picture.format).lower().removeprefix("image/").replace("jpg", "jpeg")
         where = str(picture.where)
         if kind not in _IMAGE_FORMATS or self._image_bytes + len(picture.data) > MOST_IMAGE_BYTES:
-            self.left_out += 1
             return {"format": kind, "where": where}
         self._image_bytes += len(picture.data)
         return {"at": self.blocks.file(picture.data), "format": kind, "where": where}
@@ -331,18 +302,18 @@ class _Finder:
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups: dict[tuple[str, str], int] = {}
         self._episodes: list[Inspected] = []
-        self._numbers: dict[tuple[str, str, str], int] = {}
+        self.numbers: dict[tuple[str, str, str], int] = {}
         for number, group in enumerate(groups):
             self._groups.setdefault((group.file, group.id), number)
             for episode in group.episodes:
                 for file in (group.file, episode.file):  # a finding names the file that it is in
                     self._groups.setdefault((file, group.id), number)
-                    self._numbers.setdefault((file, group.id, episode.id), len(self._episodes))
+                    self.numbers.setdefault((file, group.id, episode.id), len(self._episodes))
                 self._episodes.append(episode)
 
     def finding(self, finding: Finding) -> dict[str, Any]:
         """Return a finding with the episode, sequence, turn and token at which the page opens."""
-        number = self._numbers.get((finding.file, finding.group or "", finding.episode or ""))
+        number = self.numbers.get((finding.file, finding.group or "", finding.episode or ""))
         sequence, position, token = finding.sequence, None, finding.token
         if number is not None:
             episode = self._episodes[number]
@@ -375,16 +346,6 @@ def _column(episode: Inspected, name: str) -> NDArray[Any]:
     for turn in episode.turns:
         parts += halves(turn, name)
     return np.concatenate(parts)
-
-
-def _experts(turn: Turn) -> NDArray[Any] | None:
-    """Return the routed experts of a turn's own tokens; None if they are not recorded, or damaged."""
-    if turn.generation is None or turn.generation.routed_experts is None:
-        return None
-    try:
-        return turn.generation.expert_ids(turn.prompt_tokens - len(turn.prompt_ids))
-    except ValueError:  # rows are missing, which the doctor finds
-        return None
 
 
 def _branchings(turns: Sequence[Turn]) -> dict[int, str]:
@@ -440,11 +401,10 @@ def _score(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what a reward was computed from, and what went wrong, as names and texts; nothing without a record."""
     if not record:
         return []
-    context, info = (record.get(name) for name in ("task_context", "reward_info"))
-    known = dict(info) if isinstance(info, Mapping) else {}
-    truth = known.pop("ground_truth", None)
-    if isinstance(context, Mapping) and context.get("ground_truth") is not None:
-        truth = context["ground_truth"]
+    known = dict(part_of(record, "reward_info"))
+    truth, given = known.pop("ground_truth", None), part_of(record, "task_context").get("ground_truth")
+    if given is not None:
+        truth = given
     facts = [("target", truth)]
     if "extracted" in known:
         found = known.pop("extracted")
@@ -452,36 +412,28 @@ def _score(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     else:
         facts.append(("final answer", record.get("final_response")))
     facts += [("verdict", known.pop("verdict", None)), *known.items()]
-    if not info and record.get("reward") is not None:
-        facts.append(("why", "the reward tells no more; what it returns as RewardResult(info={…}) is shown here"))
     facts += [("no reward", record.get("reward_error")), ("error", record.get("error"))]
-    return [
-        (name.replace("_", " "), _shown(value)[:MOST_SCORE_CHARS]) for name, value in facts if value not in (None, "")
-    ]
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    shown = []
+    for name, value in facts:
+        if value not in (None, ""):
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            shown.append((name.replace("_", " "), text[:MOST_SCORE_CHARS]))
+    return shown
 
 
 def _unkept(episode: Inspected) -> str | None:
     """Return in words what an evaluation's record counts of calls that the page does not have; None if it has them."""
     if episode.turns or not episode.record:
         return None
-    observation = episode.record["observation"]
-    metrics = observation.get("metrics") if isinstance(observation, Mapping) else None
-    known = metrics if isinstance(metrics, Mapping) else {}
+    known = part_of(part_of(episode.record, "observation"), "metrics")
     counts = [
         counted(known[name], word)
         for name, word in (("model_calls", "model call"), ("sampled_tokens", "sampled token"))
         if isinstance(known.get(name), int)
     ]
-    why = "not kept: evaluate with --keep-trajectories"
-    if episode.has_trajectory:
-        why = "too many for this page"
-    elif episode.problems:
-        why = "not readable"
-    return f"{', '.join(counts) or 'turns and tokens'} ({why})"
+    told = ", ".join(counts) or "turns and tokens"
+    is_there = episode.has_trajectory or episode.problems  # but too long for a page, or not readable
+    return told if is_there else f"{told} (not kept: evaluate with --keep-trajectories)"
 
 
 def _shown_sequences(episode: Inspected) -> list[tuple[str, Sequence[Step]]]:
@@ -538,6 +490,15 @@ def _said(group: Group, turn: Turn) -> list[list[str]]:
             content = b"".join(group.vocabulary.get(token_id, b"") for token_id in ids)
             shown.append([role, kind, content.decode("utf-8", "surrogateescape"), ""])
     return shown
+
+
+def _as_written(said: Sequence[Said]) -> Iterator[list[str]]:
+    """Yield messages; in place of the empty input of a call that could not be read, what its result says of it."""
+    results = {part.id: part.text for part in said if part.kind == "result"}
+    for role, kind, text, name, call_id in said:
+        if name == ToolParseResult.UNKNOWN_NAME:
+            text = results.get(call_id, "").partition(WRITTEN_AS)[2] or text
+        yield [role, kind, text, name]
 
 
 def _text(content: bytes | None) -> str | list[int] | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..inspection.records import Step, TokenSequence
+from ..inspection.records import TokenSequence
 from ..trajectory.turn import Turn
 
 if TYPE_CHECKING:
@@ -38,15 +38,10 @@ def places_of(sequence: TokenSequence, starts: Starts) -> NDArray[Any]:
     return np.concatenate(parts)
 
 
-def numbered(steps: Sequence[Step], positions: Mapping[int, int]) -> list[list[int]]:
-    """Return the steps of a sequence as the page has them: position of the turn, number of its sampled tokens."""
-    return [[positions[id(step.turn)], step.stop - step.sampled] for step in steps]
-
-
 def run_name(files: Sequence[str]) -> str:
     """Return what people call the run that files are of; the names of the files if they are of no one run."""
     names = list(dict.fromkeys(short_name(file) for file in files))
-    folders = {_run_folder(Path(file)) for file in files if Path(file).exists()}
+    folders = {_run_folder(Path(file)) for file in files}
     if len(folders) == 1 and (len(names) > 1 or Path(files[0]).suffix == ".jsonl"):
         return folders.pop().name
     more = f", and {len(names) - 3} more" if len(names) > 3 else ""

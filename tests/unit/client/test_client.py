@@ -6,6 +6,7 @@ import gc
 import gzip
 import json
 import logging
+import math
 import os
 import pickle
 import re
@@ -538,7 +539,8 @@ async def test_a_server_that_does_not_answer_is_named_until_it_does():
     while len(network.calls) < 3:
         await asyncio.sleep(0)
     [outage] = [outage for outage in outages() if outage.base_url == client.base_url]
-    assert re.fullmatch(r"http://silent has not answered for 0 s, retrying \(attempt [34] of 61\)", str(outage))
+    told = r"http://silent has not answered for 0 s, retrying \(attempt [34] of 61, gives up in about \d+ s\)"
+    assert re.fullmatch(told, str(outage)) and outage.seconds_left <= 60
     plug(network, silent=scripted())
     await call
     assert client.base_url not in [outage.base_url for outage in outages()]
@@ -2222,3 +2224,21 @@ async def test_a_client_that_is_dropped_unclosed_closes_its_connections():
     del client
     gc.collect()
     await asyncio.wait_for(closed.wait(), 10)
+
+
+async def test_an_outage_tells_in_how_long_a_call_is_given_up(monkeypatch):
+    monkeypatch.setattr("strands_sglang.client.retries.MAX_DELAY_S", 0.2)
+    network = network_of(gone=scripted())
+    client = client_in(network, "gone", max_retries=8, retry_delay=0.1)
+    await client.generate([1])  # it has answered, so only the number of attempts ends a call
+    plug(network, gone=None)
+    call = asyncio.create_task(client.generate([1]))
+    began = time.monotonic()
+    told = []
+    while not call.done():
+        await asyncio.sleep(0.01)
+        told += [time.monotonic() - began + one.seconds_left for one in outages() if one.base_url == client.base_url]
+    with pytest.raises(SGLangConnectionError):
+        await call
+    ended = time.monotonic() - began
+    assert told and all(one == pytest.approx(ended, rel=0.5) for one in told if one < math.inf)

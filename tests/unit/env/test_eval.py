@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import dataclasses
 import errno
 import gzip
 import itertools
@@ -1246,8 +1247,8 @@ async def test_the_bar_names_a_server_that_does_not_answer_and_no_remaining_time
             return shown
 
         await bar(lambda shown: "1/3" in shown and "<" in shown and "answered" not in shown)
-        silent[0] = Outage("http://{one}", 40.0, 7, 61)
-        told = "http://{one} has not answered for 40 s, retrying (attempt 7 of 61)]"
+        silent[0] = Outage("http://{one}", 40.0, 7, 61, 320.0)
+        told = "http://{one} has not answered for 40 s, retrying (attempt 7 of 61, gives up in about 320 s)]"
         assert "<" not in await bar(lambda shown: told in shown and "1/3" in shown)
         silent.clear()
         await bar(lambda shown: "<" in shown and "answered" not in shown)
@@ -1578,6 +1579,23 @@ def test_difference_is_by_common_prompt():
         and "worse:" not in said
         and "only those" not in " ".join(comparison_lines(compare(first, first)))
     )
+
+
+def test_pass_at_each_k_of_both_is_compared():
+    def of(n, **wins):
+        run, results = evaluation({name: [1.0] * won + [0.0] * (n - won) for name, won in wins.items()})
+        return dataclasses.replace(run, n_samples_per_prompt=n), results
+
+    told = compare(of(8, a=4, b=0, c=8), of(4, a=4, b=1, c=4))
+    assert [one.name for one in told.differences] == ["pass@1", "pass@2", "pass@4", "mean reward"]
+    two = told.differences[1]
+    assert (two.first, two.second) == pytest.approx(((11 / 14 + 0 + 1) / 3, (1 + 0.5 + 1) / 3))
+    assert (two.better, two.worse, two.prompts) == (2, 0, 3)
+    line = next(line for line in comparison_lines(told) if line.startswith("pass@2"))
+    assert re.search(r"0\.595 +0\.833 +\+0\.238 +[+-]\d\.\d{3} to \+\d\.\d{3} ", line)
+    first, second = of(2, a=1, b=1), of(2, a=1, b=1)
+    first[1]["a"].pop()  # it has one sample, from which nothing is known of two
+    assert [one.prompts for one in compare(first, second).differences] == [2, 1, 2]
 
 
 def test_errors_count_as_wrong_in_a_comparison():

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 from rich.console import Console
+from rich.live import Live
 
 from strands_env.cli import main
 from strands_env.eval import CheckpointError, Evaluator, read_results
@@ -229,6 +230,33 @@ def test_samples_that_run_or_wait_are_not_dropped(tmp_path, monkeypatch, capsys)
     assert "left" not in shown.lines[0] and read_status(tmp_path) is None
     assert main(["report", str(tmp_path)]) == 0
     assert "7 done, 0 not run, 1 dropped" in capsys.readouterr().out
+
+
+def test_a_small_terminal_shows_what_runs_the_score_and_the_outage_first(written, tmp_path, monkeypatch):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    plan = json.loads((tmp_path / "results.run.json").read_text())
+    (tmp_path / "results.run.json").write_text(json.dumps({**plan, "n_samples_per_prompt": 20}))
+    status = {"running": 3, "outages": [str(Outage("http://one", 40.0, 7, 61))]}
+    (tmp_path / "results.status.json").write_text(json.dumps(status))
+    monkeypatch.setattr("strands_sglang.terminal.width", lambda: 60)
+    console = Console(file=io.StringIO(), width=60, height=20, force_terminal=True, color_system=None)
+    with Live(EvaluationView(tmp_path)(time.time()), console=console, screen=True, auto_refresh=False) as live:
+        live.refresh()
+    drawn = console.file.getvalue().split("\x1b[H")[-1].splitlines()
+    assert len(drawn) == 20 and all(len(re.sub(r"\x1b\S*?[a-zA-Z]", "", line)) <= 60 for line in drawn)
+    assert any("3 running" in line for line in drawn)
+    assert drawn[1].startswith("pass@1 0.") and "attempt 7 of 61" in " ".join(" ".join(drawn[3:5]).split())
+    table = next(at for at, line in enumerate(drawn) if line.startswith("metric "))
+    assert drawn[table].split() == ["metric", "value", "95", "%", "interval", "prompts"]  # the last column has no room
+    assert drawn[table + 1].startswith("pass@1")
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+def test_the_steps_of_a_training_run_fit_a_narrow_terminal(columns, tmp_path, monkeypatch):
+    monkeypatch.setattr("strands_sglang.terminal.width", lambda: columns)
+    folder = training(tmp_path, [(n, 0.1234567 * n, 60) for n in range(1, 30)])
+    lines = open_run(folder)(time.time()).lines
+    assert max(map(len, lines)) <= columns and any(line.startswith("reward  ") for line in lines)
 
 
 def test_an_evaluation_that_was_killed_is_not_said_to_run(written, tmp_path):

@@ -9,16 +9,16 @@ const load = (name) => import(`${FRONT}${name}.mjs`);
 
 const { parseAddress } = await load("app");
 const { facts, fate } = await load("biography");
-const { PROPERTIES, signedStep, step } = await load("colors");
+const { PROPERTIES, shade, signed } = await load("colors");
 const { Store, unshuffle } = await load("data");
 const { number } = await load("dom");
 const { sequenceOf, stepAt } = await load("episode");
-const { firstDifference, layOut } = await load("layout");
+const { firstDifference, layOut, rowOf } = await load("layout");
 const { filtered, sorted } = await load("tables");
 const { find, findAll, parseQuery } = await load("search");
 const { align } = await load("siblings");
 const { Vocabulary, columns, harmless, visible } = await load("text");
-const { difference, marks, states, treeRows, why } = await load("tree");
+const { difference, marks, states, treeRows } = await load("tree");
 
 const random = (seed) => () => (seed = (seed * 1103515245 + 12345) % 2147483648) / 2147483648;
 
@@ -62,20 +62,20 @@ test("rows hold each token once, in order, within the limits", () => {
     const rows = layOut(count, (i) => sizes[i], 20, at.map((where) => ({ at: where })), 6);
     let position = 0;
     const heads = [];
-    for (let row = 0; row < rows.length; row++) {
-      assert.equal(rows.starts[row], position);
-      if (rows.headings[row] >= 0) heads.push(rows.starts[row]);
+    for (const { start, stop, heading } of rows) {
+      assert.equal(start, position);
+      if (heading) heads.push(start);
       else {
-        assert.ok(rows.stops[row] > position && rows.stops[row] - position <= 6);
-        position = rows.stops[row];
-        for (let i = rows.starts[row]; i < position - 1; i++) assert.ok(!sizes[i].ends);
+        assert.ok(stop > position && stop - position <= 6);
+        position = stop;
+        for (let i = start; i < position - 1; i++) assert.ok(!sizes[i].ends);
       }
     }
     assert.equal(position, count);
     assert.deepEqual(heads, at);
     for (let i = 0; i < count; i++) {
-      const row = rows.of(i);
-      assert.ok(rows.starts[row] <= i && i < rows.stops[row]);
+      const { start, stop } = rows[rowOf(rows, i)];
+      assert.ok(start <= i && i < stop);
     }
   }
 });
@@ -110,14 +110,13 @@ test("packed arrays are read back", async () => {
   assert.deepEqual(await store.get({ at: "b", type: "json" }), { é: 1 });
   await store.get({ at: "a", type: "f4" });
   assert.equal(reads, 2);
-  assert.equal(await store.get(undefined), null);
 });
 
 const page = { writers: ["prompt", "model"], versions: ["11", "12"], whys: ["the model did not sample it", "its loss mask is 0"], ranges: { advantage: 2, gap: 0.1 } };
 const body = {
   turns: [
     { number: 4, prompt: [0, 2], sampled: [2, 5], parent: null, branching: "opens", status: "committed", reason: "opens the first sequence" },
-    { number: 6, prompt: [5, 6], sampled: [6, 8], parent: 0, branching: "forks", status: "final", reason: "forks after call 4" },
+    { number: 6, prompt: [5, 6], sampled: [6, 8], parent: 0, branching: "forks", status: "final", reason: "forks after turn 4" },
   ],
   columns: {
     token: Uint16Array.of(0, 1, 2, 3, 2, 1, 2, 3),
@@ -207,10 +206,7 @@ test("turns are a tree, agents apart, with forks indented", () => {
   assert.deepEqual(names(null, null), []);
 });
 
-test("the words of a turn are those of the page, and each is explained", () => {
-  assert.equal(why({ reason: "extends call 0 with 1 new message(s)" }), "extends turn 0 with 1 new message");
-  assert.equal(why({ reason: "forks after call 12: it calls (compared with call 3)" }), "forks after turn 12: it calls (compared with turn 3)");
-  assert.equal(why({ reason: "" }), "no reason recorded");
+test("each word of a turn is explained", () => {
   const turn = { branching: "opens", status: "final", clamped: true, finish: "stop", resumed: true };
   assert.deepEqual(marks(turn), ["opens", "final", "resumed"]);
   assert.deepEqual(marks({ ...turn, finish: "length" }), ["opens", "final", "resumed", "context full"]);
@@ -224,10 +220,10 @@ test("what was sent is compared with what was recorded", () => {
   const said = (...texts) => texts.map((text) => [text.startsWith("a") ? "assistant" : "user", "text", text, ""]);
   const turns = [
     { number: 0, parent: null, reason: "opens the first sequence", said: said("q", "a1") },
-    { number: 1, parent: 0, reason: "extends call 0 with 1 new message(s)", said: said("r", "a2") },
-    { number: 2, parent: 0, reason: "forks after call 0: message 2 (user) is not the recorded one (compared with call 1)", said: said("s", "a3") },
-    { number: 3, parent: null, reason: "opens a sequence: the tools changed (compared with call 1)", said: said("q", "a1", "r", "a9") },
-    { number: 4, parent: null, reason: "opens a sequence: it continues after message 3 (compared with call 1)", said: said("q", "a1", "r", "a2", "t", "a4") },
+    { number: 1, parent: 0, reason: "extends turn 0 with 1 new message", said: said("r", "a2") },
+    { number: 2, parent: 0, reason: "forks after turn 0: message 2 (user) is not the recorded one (compared with turn 1)", said: said("s", "a3") },
+    { number: 3, parent: null, reason: "opens a sequence: the tools changed (compared with turn 1)", said: said("q", "a1", "r", "a9") },
+    { number: 4, parent: null, reason: "opens a sequence: it continues after message 3 (compared with turn 1)", said: said("q", "a1", "r", "a2", "t", "a4") },
   ];
   assert.deepEqual(turns.map((_, at) => difference(turns, at)), [
     null,
@@ -245,8 +241,9 @@ test("addresses lead to places", () => {
 });
 
 test("scales have an end on each side, and no value has no color", () => {
-  assert.deepEqual([step(0, 2), step(2, 2), step(99, 2), step(NaN, 2), step(1, 0)], [0, 9, 9, -1, 0]);
-  assert.deepEqual([signedStep(-2, 2), signedStep(0, 2), signedStep(5, 2), signedStep(NaN, 2)], [-9, 0, 9, null]);
+  const heat = (value, top) => shade("heat", value, top);
+  assert.deepEqual([heat(0, 2), heat(2, 2), heat(99, 2), heat(NaN, 2), heat(1, 0)], ["heat s0", "heat s9", "heat s9", "", "heat s0"]);
+  assert.deepEqual([signed(-2, 2), signed(0, 2), signed(5, 2), signed(NaN, 2)], ["down s9", "up s0", "up s9", ""]);
   assert.equal(PROPERTIES.logprob.classOf(body.columns, 0, page), "");
   assert.equal(number(NaN), "–");
   assert.equal(number(-0.00012), "−1.20e−4");

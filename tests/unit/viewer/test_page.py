@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from strands import Agent
 
 from strands_sglang import cli
 from strands_sglang.credit import losses
 from strands_sglang.inspection.formats.trajectories import inspect
 from strands_sglang.inspection.reading import read
 from strands_sglang.inspection.records import Finding, Group, Inspected, halves
+from strands_sglang.messages.said import said_in
 from strands_sglang.protocol.generation import Generation
 from strands_sglang.reasons import Reason
 from strands_sglang.templates.encoder import get_encoder
@@ -324,6 +326,19 @@ async def test_a_call_that_cannot_be_read_is_shown_as_the_model_wrote_it(rollout
     model.trajectory.save(tmp_path / "one.safetensors")
     [turn] = Page(render(read([tmp_path / "one.safetensors"]))).body(0)["turns"]
     assert wrote in turn["said"][-1][2]
+
+
+async def test_without_tokens_too_a_call_that_cannot_be_read_is_shown_as_the_model_wrote_it(rollout):
+    [calculator, _], _ = make_tools()
+    wrote = '{"name": "calculator", '
+    server, model = rollout([f"<tool_call>{wrote}</tool_call>", "Sorry."])
+    agent = Agent(model=model, tools=[calculator], hooks=[model.hooks], callback_handler=None)
+    await agent.invoke_async("Hi")
+    episode = Inspected("e", Trajectory())
+    episode.said = said_in(agent.messages)
+    said = Page(render([Group("g", [episode])])).body(0)["said"]
+    [call] = [text for _, kind, text, _ in said if kind == "call"]
+    assert wrote.strip() in call and "was not run" not in call
 
 
 @pytest.mark.parametrize("name", ["missing.safetensors", "torn.safetensors", "other.txt", "empty"])

@@ -109,7 +109,7 @@ def _episode(file: Path, record: Mapping[str, Any], trajectory_file: Path) -> In
     )
     episode.seconds = record.get("seconds")
     episode.record = record
-    messages = record["observation"].get("messages") if isinstance(record["observation"], Mapping) else None
+    messages = part_of(record, "observation").get("messages")
     if isinstance(messages, list):
         episode.messages = messages
         try:
@@ -119,12 +119,16 @@ def _episode(file: Path, record: Mapping[str, Any], trajectory_file: Path) -> In
     return episode
 
 
+def part_of(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object of a record, an empty one if it has none."""
+    part = record.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
 def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the messages before the task's own as Strands messages."""
-    context = record.get("task_context")
-    history = context.get("conversation_history") if isinstance(context, Mapping) else None
     messages = []
-    for one in history or []:
+    for one in part_of(record, "task_context").get("conversation_history") or []:
         content = one.get("content") or []
         blocks = [{"text": content}] if isinstance(content, str) else content
         messages.append({"role": one["role"], "content": blocks})
@@ -132,6 +136,5 @@ def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _system(record: Mapping[str, Any]) -> str | None:
-    environment = record.get("environment")
-    system = environment.get("system_prompt") if isinstance(environment, Mapping) else None
+    system = part_of(record, "environment").get("system_prompt")
     return system if isinstance(system, str) else None

@@ -1,8 +1,7 @@
 // Everything that is known of one token.
 
 import { count, h, number } from "./dom.mjs";
-import { codePoint } from "./text.mjs";
-import { marks, why } from "./tree.mjs";
+import { marks } from "./tree.mjs";
 
 const WRITERS = {
   prompt: "a part of the prompt",
@@ -25,31 +24,25 @@ export function facts(page, episode, { vocabulary, sequence, position, place, tu
   const c = episode.columns;
   const turn = episode.turns[at];
   const entry = c.token[place];
-  const value = (name) => (c[name] ? c[name][place] : NaN);
+  const value = (name) => c[name]?.[place] ?? NaN;
+  const logprob = value("logprob");
   const pairs = [];
   const add = (name, text) => pairs.push([name, text]);
-  const text = vocabulary.texts[entry];
   add("Token", `${vocabulary.ids[entry]}  ${vocabulary.entry(entry).shown}`);
   add("Trained", fate(page, episode, sequence, place));
   add("Position", position === place ? count(position) : `${count(position)} (${count(place)} in the episode)`);
-  if (c.writer) add("Written by", WRITERS[page.writers[c.writer[place]]] ?? page.writers[c.writer[place]]);
-  add("Turn", `${turn.number} (${marks(turn).join(", ")}): ${why(turn)}`);
+  add("Written by", WRITERS[page.writers[c.writer[place]]]);
+  add("Turn", `${turn.number} (${marks(turn).join(", ")}): ${turn.reason}`);
   if (c.version) add("Weight version", c.version[place] ? page.versions[c.version[place] - 1] : "–");
-  add("Logprob", Number.isNaN(value("logprob")) ? "–" : `${number(value("logprob"))}  (probability ${number(Math.exp(value("logprob")), 3)})`);
-  if (c.trainer_logprob) {
-    const gap = value("trainer_logprob") - value("logprob");
-    add("Training logprob", `${number(value("trainer_logprob"))}  (gap ${number(gap, 3)})`);
-  }
-  if (c.row_logprob && !Number.isNaN(value("row_logprob"))) add("Logprob in the row", number(value("row_logprob")));
-  if (c.kept) add("Could be sampled from", Number.isNaN(value("kept")) ? "–" : `${count(value("kept"))} ids`);
-  if (c.advantage) add("Advantage", number(value("advantage")));
-  if (c.weight) add("Weight", `${number(value("weight"))}  (product ${number(value("weight") * value("advantage"), 3)})`);
+  const measured = {
+    Logprob: [logprob, `  (probability ${number(Math.exp(logprob), 3)})`],
+    "Training logprob": [value("trainer_logprob"), `  (gap ${number(value("trainer_logprob") - logprob, 3)})`],
+    "Could be sampled from": [value("kept"), " ids"],
+    Advantage: [value("advantage"), ""],
+    Weight: [value("weight"), `  (product ${number(value("weight") * value("advantage"), 3)})`],
+  };
+  for (const [name, [known, more]] of Object.entries(measured)) if (!Number.isNaN(known)) add(name, number(known) + more);
   if (c.drift) add("Drift", c.drift[place] ? "encoding the text again gives other ids here" : "none");
-  if (typeof text === "string" && /[^\0-\x7f]/.test(text)) add("Characters", [...text].slice(0, 8).map((character) => codePoint(character.codePointAt(0))).join(" "));
-  if (episode.experts) {
-    const rows = episode.experts(place);
-    if (rows) add("Experts", rows);
-  }
   return pairs;
 }
 
@@ -63,9 +56,4 @@ export function fate(page, episode, sequence, place) {
   if (trains === sequence + 1) return "yes, in this sequence";
   if (trains) return `in sequence ${trains - 1}, so not again here`;
   return `no: ${page.whys[c.why[place]]}`;
-}
-
-/** The biography as an element. */
-export function biography(pairs) {
-  return h("dl", {}, pairs.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text))));
 }

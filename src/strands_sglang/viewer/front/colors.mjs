@@ -1,37 +1,18 @@
 // What the color of a token can mean: a class of the style sheet for each token, and a legend.
 
-import { h, number } from "./dom.mjs";
+import { h, number, options } from "./dom.mjs";
 
-export const STEPS = 9; // of a scale, as in style.css
-
-/** Step of a value on a scale from 0 to `top`; -1 if there is no value. */
-export function step(value, top) {
-  if (Number.isNaN(value)) return -1;
-  if (!(top > 0)) return 0;
-  return Math.round(Math.min(1, Math.max(0, value / top)) * STEPS);
+/** The classes of a value on a scale from 0 to `top`; none if there is no value. */
+export function shade(name, value, top) {
+  if (Number.isNaN(value)) return "";
+  const share = top > 0 ? Math.min(1, Math.max(0, value / top)) : 0;
+  return `${name} s${Math.round(share * 9)}`;
 }
 
-/** Step of a signed value: -STEPS to STEPS; null if there is no value. */
-export function signedStep(value, top) {
-  if (Number.isNaN(value)) return null;
-  const size = step(Math.abs(value), top);
-  return value < 0 ? -size : size;
+/** The classes of a value on a scale from `-top` to `top`. */
+export function signed(value, top) {
+  return shade(value < 0 ? "down" : "up", Math.abs(value), top);
 }
-
-const signed = (value, top) => {
-  const at = signedStep(value, top);
-  return at === null ? "" : at < 0 ? `down${-at}` : `up${at}`;
-};
-const heat = (value, top) => {
-  const at = step(value, top);
-  return at < 0 ? "" : `heat${at}`;
-};
-
-const MASKS = [
-  ["trained", "trained: loss mask 1"],
-  ["untrained", "sampled, not trained"],
-  ["given", "not sampled"],
-];
 
 /**
  * The properties that tokens can be colored by.
@@ -49,19 +30,23 @@ export const PROPERTIES = {
     label: "Loss mask",
     needs: ["mask"],
     classOf: (c, i) => (c.mask[i] ? "trained" : c.sampled[i] ? "untrained" : "given"),
-    legend: () => MASKS,
+    legend: () => [
+      ["trained", "trained: loss mask 1"],
+      ["untrained", "sampled, not trained"],
+      ["given", "not sampled"],
+    ],
   },
   logprob: {
     label: "Logprob",
     needs: ["logprob"],
-    classOf: (c, i) => heat(-c.logprob[i], 8),
-    legend: () => scale("heat", "0", "−8 and less"),
+    classOf: (c, i) => shade("heat", -c.logprob[i], 8),
+    legend: () => heat("0", "−8 and less"),
   },
   probability: {
     label: "Probability",
     needs: ["logprob"],
-    classOf: (c, i) => heat(1 - Math.exp(c.logprob[i]), 1),
-    legend: () => scale("heat", "1", "0"),
+    classOf: (c, i) => shade("heat", 1 - Math.exp(c.logprob[i]), 1),
+    legend: () => heat("1", "0"),
   },
   advantage: {
     label: "Advantage",
@@ -89,13 +74,12 @@ export const PROPERTIES = {
   },
 };
 
-function scale(name, low, high) {
-  const steps = [0, 2, 4, 6, 8, 9].map((at) => [`${name}${at}`, ""]);
-  return [["", low], ...steps, ["", high]];
+function heat(low, high) {
+  return [["", low], ...[0, 2, 4, 6, 8, 9].map((at) => [shade("heat", at, 9), ""]), ["", high]];
 }
 
 function diverging(top) {
-  const steps = [-9, -6, -3, 0, 3, 6, 9].map((at) => [at < 0 ? `down${-at}` : `up${at}`, ""]);
+  const steps = [-9, -6, -3, 0, 3, 6, 9].map((at) => [signed(at, 9), ""]);
   return [["", number(-top, 3)], ...steps, ["", number(top, 3)]];
 }
 
@@ -104,18 +88,21 @@ export function available(columns) {
   return Object.keys(PROPERTIES).filter((key) => PROPERTIES[key].needs.every((name) => columns[name]));
 }
 
+/** Offer the colors that any of some episodes has, and return the chosen one. */
+export function colorOptions(select, columns) {
+  const known = Object.keys(PROPERTIES).filter((key) => columns.some((own) => available(own).includes(key)));
+  const chosen = known.includes(select.value) ? select.value : known[0];
+  select.replaceChildren(...options(known.map((key) => [key, PROPERTIES[key].label]), chosen));
+  return chosen;
+}
+
 /** The legend as an element. */
 export function legend(key, page, columns) {
   const entries = PROPERTIES[key].legend(page, columns);
+  const labels = entries.map(([, label]) => label).filter(Boolean);
   return h(
     "span.legend",
-    { role: "img", "aria-label": `Legend: ${entries.map(([, label]) => label).filter(Boolean).join(", ")}` },
-    entries.map(([name, label]) =>
-      name && label
-        ? h("span.entry", {}, h(`span.swatch.${name}`, {}), label)
-        : name
-          ? h(`span.swatch.step.${name}`, {})
-          : h("span.end", {}, label),
-    ),
+    { role: "img", "aria-label": `Legend: ${labels.join(", ")}` },
+    entries.map(([name, label]) => h("span.entry", {}, name && h(`span.swatch.${name.replace(" ", ".")}`), label)),
   );
 }

@@ -4,7 +4,6 @@ import { counted, h } from "./dom.mjs";
 import { markdown } from "./markdown.mjs";
 import { harmless } from "./text.mjs";
 
-const MOST_NODES = 1000; // in the document at a time, texts included
 const LONGEST = 6000; // characters of a part that are shown at first
 
 export class Conversation {
@@ -15,98 +14,52 @@ export class Conversation {
   constructor(viewport, choose) {
     this.viewport = viewport;
     this.choose = choose;
-    this.turns = [];
     this.rendered = false;
   }
 
   /** Show the messages of a path of turns: `[{turn, number, said, images}]`, `said` being `[role, kind, text, name]`. */
   show(turns, empty) {
     this.turns = turns;
-    this.empty = empty;
-    this.range = null;
-    this.viewport.replaceChildren();
-    this.current = -1;
-    if (!turns.length) this.viewport.append(h("p.empty", {}, empty));
+    this.current = null;
+    this.viewport.replaceChildren(...(turns.length ? turns.map((turn) => this.section(turn)) : [h("p.empty", {}, empty)]));
   }
 
   /** Show what the model said as Markdown, or as it was said. */
   render(rendered) {
     const { current, answered } = this;
     this.rendered = rendered;
-    this.range = null;
-    this.current = -1;
-    if (current >= 0) this.follow(this.turns[current].turn, answered);
+    if (!this.turns.length) return;
+    this.show(this.turns);
+    this.follow(current, answered);
   }
 
   /** Bring the messages of a turn into view, or its answer, in step with the tokens. */
   follow(turn, answered = false) {
-    const at = this.turns.findIndex((entry) => entry.turn === turn);
-    if (at < 0 || (at === this.current && answered === this.answered)) return;
-    this.current = at;
+    if (turn === this.current && answered === this.answered) return;
+    this.current = turn;
     this.answered = answered;
-    const [first, last] = this.range ?? [0, -1];
-    const nearEdge = (at === first && first > 0) || (at === last && last < this.turns.length - 1);
-    if (at < first || at > last || nearEdge) this.draw(at);
-    for (const element of this.viewport.querySelectorAll(".messages.now")) element.classList.remove("now");
+    this.viewport.querySelector(".now")?.classList.remove("now");
     const own = this.viewport.querySelector(`[data-turn="${turn}"]`);
-    if (own) {
-      own.classList.add("now");
-      const from = (answered && own.querySelector(".answer")) || own;
-      this.viewport.scrollTop = from.offsetTop - 8;
-    }
-  }
-
-  /** Draw the turns around one, as many as the budget of nodes allows. */
-  draw(at) {
-    let left = MOST_NODES;
-    const made = new Map();
-    const order = [at];
-    for (let k = 1; k < 30; k++) order.push(at + k, at - k);
-    let [first, last] = [at, at];
-    for (const k of order) {
-      if (k < 0 || k >= this.turns.length || k < first - 1 || k > last + 1) continue;
-      const section = this.section(this.turns[k]);
-      const size = nodes(section);
-      if (made.size && size > left) break;
-      left -= size;
-      made.set(k, section);
-      first = Math.min(first, k);
-      last = Math.max(last, k);
-    }
-    this.range = [first, last];
-    const shown = [...made.keys()].sort((a, b) => a - b).map((k) => made.get(k));
-    const more = (k, label) => h("button.more", { type: "button", onclick: () => this.choose(this.turns[k].turn) }, label);
-    this.viewport.replaceChildren(
-      ...(first > 0 ? [more(first - 1, `↑ ${counted(first, "earlier turn")}`)] : []),
-      ...shown,
-      ...(last < this.turns.length - 1 ? [more(last + 1, `↓ ${counted(this.turns.length - 1 - last, "later turn")}`)] : []),
-    );
+    if (!own) return;
+    own.classList.add("now");
+    const from = (answered && own.querySelector(".answer")) || own;
+    this.viewport.scrollTop = from.offsetTop - 8;
   }
 
   section({ turn, number, said, images, differs }) {
     const section = h("section.messages", { "data-turn": turn, "aria-label": number === null ? "Episode" : `Turn ${number}`, onclick: () => this.choose(turn) });
     if (number !== null) section.append(h("p.turn-name", {}, `Turn ${number}`));
     if (differs) section.append(comparison(number, differs));
-    let pictures = [...(images ?? [])];
+    const pictures = [...images];
     const answer = said.findLastIndex(([role]) => role !== "assistant") + 1;
     for (const [i, part] of said.entries()) {
       const shown = card(part, part[1] === "image" ? pictures.shift() : null, this.rendered);
       shown.classList.toggle("answer", i === answer);
       section.append(shown);
-      if (nodes(section) > MOST_NODES) {
-        section.append(h("p.empty", {}, "The rest of this turn is in its tokens."));
-        pictures = [];
-        break;
-      }
     }
-    for (const picture of pictures) section.append(card(["user", "image", "", ""], picture, false));
+    for (const picture of pictures) section.append(card(["user", "image"], picture));
     return section;
   }
-}
-
-/** About the number of nodes: an element has a text in most cases. */
-function nodes(element) {
-  return 2 * element.querySelectorAll("*").length;
 }
 
 /** Two parts from where they differ. */
@@ -140,7 +93,7 @@ export function card([role, kind, text, name], picture, rendered) {
   if (kind === "image") {
     const shown = picture?.url
       ? h("img", { src: picture.url, alt: picture.where || "image of the prompt" })
-      : h("p.empty", {}, "an image that the file does not hold");
+      : h("p.empty", {}, "an image that the page does not hold");
     return h("article.card.image", {}, h("header", {}, `${role} · image`), shown);
   }
   if (kind === "call" || kind === "result") {

@@ -3,24 +3,10 @@
 /**
  * One typed array or text of the page.
  *
- * @typedef {{at: string, type: "u1"|"u2"|"u4"|"f4"|"json", length?: number}|{all: number, length: number}} Packed
+ * @typedef {{at: string, type: "u1"|"u2"|"u4"|"f4"|"json"}} Packed
  */
 
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array };
-
-/** Decode base64 to bytes. */
-export function bytesOf(base64) {
-  const text = atob(base64);
-  const bytes = new Uint8Array(text.length);
-  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-  return bytes;
-}
-
-/** Inflate a zlib stream. */
-export async function inflate(bytes) {
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
-}
 
 /** Undo the shuffle of bytes: the first bytes of all values come first, then all second bytes, and so on. */
 export function unshuffle(bytes, type) {
@@ -41,16 +27,18 @@ export class Store {
     this.known = new Map();
   }
 
-  /** Return a packed value, or null if there is none. */
+  /** Return a packed value. */
   get(packed) {
-    if (packed === null || packed === undefined) return Promise.resolve(null);
-    if ("all" in packed) return Promise.resolve(new Float32Array(packed.length).fill(packed.all));
     if (!this.known.has(packed.at)) this.known.set(packed.at, this.decode(packed));
     return this.known.get(packed.at);
   }
 
   async decode(packed) {
-    const bytes = await inflate(bytesOf(this.read(packed.at)));
+    const text = atob(this.read(packed.at));
+    const packedBytes = new Uint8Array(text.length);
+    for (let i = 0; i < text.length; i++) packedBytes[i] = text.charCodeAt(i);
+    const stream = new Blob([packedBytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
     if (packed.type === "json") return JSON.parse(new TextDecoder().decode(bytes));
     return unshuffle(bytes, packed.type);
   }

@@ -36,7 +36,7 @@ export function onWidth(element, changed) {
   }).observe(element);
 }
 
-/** A number of at most four digits with a unit, or a number with separators. */
+/** A number with separators. */
 export function count(value) {
   return Number(value).toLocaleString("en-US");
 }
@@ -55,7 +55,27 @@ export function number(value, digits = 4) {
   return text.replaceAll("-", "−");
 }
 
-/** Seconds, short. */
-export function seconds(value) {
-  return value < 0.01 ? `${(value * 1000).toFixed(1)} ms` : value < 100 ? `${value.toFixed(2)} s` : `${value.toFixed(0)} s`;
+/** Names with what they mean or have. */
+export function definitions(pairs) {
+  return h("dl", {}, pairs.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text))));
+}
+
+/** The options of a select, given as pairs of value and label. */
+export function options(pairs, chosen) {
+  return pairs.map(([value, label]) => h("option", { value, selected: String(value) === String(chosen) }, label));
+}
+
+/** The items of a list around a position: a select of thousands would be slow. */
+export function near(items, at) {
+  return items.slice(Math.max(0, at - 99), at + 100);
+}
+
+/** A part of the page that scrolls, with a name for those who do not see it. */
+export function pane(kind, label, role = "group") {
+  return h(`div.${kind}`, { tabindex: "0", role, "aria-label": label });
+}
+
+/** A field whose text filters what is shown. */
+export function filterField(label, placeholder, filter) {
+  return h("input", { type: "search", placeholder, "aria-label": label, spellcheck: "false", oninput: filter });
 }

@@ -1,33 +1,26 @@
 // One episode: its turns, the tokens of a sequence, the conversation next to them, and one token's biography.
 
-import { biography, facts, fate } from "./biography.mjs";
-import { PROPERTIES, available, legend } from "./colors.mjs";
+import { facts, fate } from "./biography.mjs";
+import { PROPERTIES, available, colorOptions, legend } from "./colors.mjs";
 import { Conversation } from "./conversation.mjs";
-import { count, counted, h, number, onWidth } from "./dom.mjs";
+import { count, counted, definitions, h, near, number, options, pane } from "./dom.mjs";
+import { rowOf } from "./layout.mjs";
 import { scoreCard } from "./score.mjs";
 import { Finder, addressOf } from "./search.mjs";
 import { Strip } from "./strip.mjs";
-import { difference, marks, states, treeRow, treeRows, why } from "./tree.mjs";
-import { VirtualList } from "./virtual.mjs";
+import { difference, marks, states, treeRow, treeRows } from "./tree.mjs";
 
 /** The tokens of a sequence, from the store of an episode, in which each token stands once. */
 export function sequenceOf(body, steps) {
-  const parts = [];
+  const places = [];
   const bounds = []; // {turn, start, sampled, stop}: positions in the sequence
-  let length = 0;
   for (const [turn, kept] of steps) {
     const { prompt, sampled } = body.turns[turn];
-    const stop = sampled[0] + kept;
-    const answer = length + prompt[1] - prompt[0];
-    bounds.push({ turn, start: length, sampled: answer, stop: answer + kept });
-    parts.push(prompt, [sampled[0], stop]);
-    length = answer + kept;
+    const start = places.length;
+    for (let place = prompt[0]; place < sampled[0] + kept; place++) places.push(place);
+    bounds.push({ turn, start, sampled: places.length - kept, stop: places.length });
   }
-  const places = new Int32Array(length);
-  let at = 0;
-  for (const [start, stop] of parts) for (let place = start; place < stop; place++) places[at++] = place;
-  const tokens = Uint32Array.from(places, (place) => body.columns.token[place]);
-  return { places, tokens, bounds };
+  return { places, tokens: places.map((place) => body.columns.token[place]), bounds };
 }
 
 /** The step of a sequence that holds a position. */
@@ -44,21 +37,12 @@ export class EpisodeView {
   /** @param {{index: object, vocabulary: Vocabulary, load: (i: number) => Promise<object>, go: Function, tell: Function}} app */
   constructor(app) {
     this.app = app;
-    this.color = "writer";
     this.finder = new Finder(this);
     this.element = this.build();
-    this.tree = new VirtualList(this.parts.tree, 0, (row) =>
-      treeRow(this.treeRows[row], this.body.turns, {
-        current: this.turn,
-        found: this.found.get(this.body.turns[this.treeRows[row].turn]?.number),
-        choose: (turn) => this.openTurn(turn),
-      }),
-    );
-    onWidth(this.parts.tree, () => this.body && this.tree.fit(this.treeRows.length));
     this.strip = new Strip(this.parts.strip, {
       point: (position) => this.describe(position),
       choose: (position) => this.choose(position),
-      seen: (position) => this.seen(position),
+      seen: (position) => this.flow.bounds.length && this.follow(position),
     });
     this.conversation = new Conversation(this.parts.conversation, (turn) => this.openTurn(turn));
   }
@@ -69,16 +53,16 @@ export class EpisodeView {
       facts: h("p.facts"),
       found: h("div.found"),
       turns: h("button.turns", { type: "button", "aria-expanded": "false", onclick: () => this.foldTurns() }),
-      tree: h("div.viewport.tree", { tabindex: "0", role: "group", "aria-label": "Turns" }),
+      tree: pane("viewport.tree", "Turns"),
       states: h("details.states"),
       sequence: h("select", { "aria-label": "Sequence", onchange: (event) => this.app.go(`episode-${this.number}-sequence-${event.target.value}`) }),
-      color: h("select", { "aria-label": "Color by", onchange: (event) => this.recolor(event.target.value) }),
-      score: h("div.score", { tabindex: "0", role: "group", "aria-label": "Score" }),
-      legend: h("div.legends"),
+      color: h("select", { "aria-label": "Color by", onchange: () => this.recolor() }),
+      score: pane("score", "Score"),
+      legend: h("div.bar.legends"),
       rendered: h("button.render", { type: "button", "aria-pressed": "false", onclick: () => this.toggleRendered(), title: "Read what the model wrote as Markdown, and indent JSON (r)" }, "Render"),
-      strip: h("div.viewport.strip", { tabindex: "0", role: "group", "aria-label": "Tokens; arrow keys move" }),
-      conversation: h("div.viewport.conversation", { tabindex: "0", role: "group", "aria-label": "Conversation" }),
-      life: h("div.life", { tabindex: "0", role: "group", "aria-label": "Biography of the token" }),
+      strip: pane("viewport.strip", "Tokens; arrow keys move"),
+      conversation: pane("viewport.conversation", "Conversation"),
+      life: pane("life", "Biography of the token"),
     };
     this.parts = parts;
     return h(
@@ -99,26 +83,19 @@ export class EpisodeView {
     );
   }
 
-  /** Show an episode. @param {{sequence?: number, token?: number, turn?: number, finding?: object}} place */
-  async open(number_, place = {}) {
-    const { index } = this.app;
-    if (this.number !== number_) {
-      const body = await this.app.load(number_);
-      this.number = number_;
+  /** Show an episode. @param {{sequence?: number, token?: number, turn?: number, count?: number}} place */
+  async open(at = this.number ?? 0, { sequence, turn, token, count: many } = {}) {
+    const body = await this.app.load(at);
+    if (this.number !== at) {
+      this.number = at;
       this.body = body;
-      this.head = index.episodes[number_];
-      this.found = new Map();
-      for (const finding of index.findings) {
-        if (finding.episode === number_) this.found.set(finding.turn, (this.found.get(finding.turn) ?? 0) + 1);
-      }
       this.fill();
     }
-    const wanted = place.sequence ?? (this.sequence !== undefined && this.shown === number_ ? this.sequence : 0);
-    this.showSequence(wanted < this.body.sequences.length ? wanted : 0);
-    this.shown = number_;
+    const wanted = sequence ?? this.sequence ?? 0;
+    this.showSequence(wanted < body.sequences.length ? wanted : 0);
     this.opening = true; // at an address, which stays
-    if (place.turn !== undefined && place.token === undefined) this.openTurn(place.turn);
-    else if (place.token !== undefined) this.openToken(place.token, place.count);
+    if (token !== undefined) this.openToken(token, many);
+    else if (turn !== undefined) this.openTurn(turn);
     else if (this.strip.current < 0 && this.flow.tokens.length) {
       const [first] = this.flow.bounds;
       this.strip.choose(first.sampled < first.stop ? first.sampled : 0);
@@ -137,15 +114,16 @@ export class EpisodeView {
 
   fill() {
     const { index } = this.app;
-    const { parts, head, body } = this;
-    const around = index.episodes.map((_, i) => i).filter((i) => Math.abs(i - this.number) < 100);
-    parts.episode.replaceChildren(...around.map((i) => h("option", { value: i, selected: i === this.number, title: index.episodes[i].key }, nameOf(index.episodes[i]))));
+    const { parts, body } = this;
+    const head = index.episodes[this.number];
+    const names = near(index.episodes.map((episode, i) => [i, nameOf(episode)]), this.number);
+    parts.episode.replaceChildren(...options(names, this.number));
     const words = [
       head.outcome,
       `reward ${number(head.reward, 3)}`,
-      head.advantage === null ? null : `advantage ${number(head.advantage, 3)}`,
+      head.advantage !== null && `advantage ${number(head.advantage, 3)}`,
       ...(head.unkept ? [head.unkept] : [counted(head.turns, "turn"), counted(head.tokens, "token")]),
-      head.trained === null ? null : `${count(head.trained)} trained`,
+      head.trained !== null && `${count(head.trained)} trained`,
       head.note,
     ];
     const score = scoreCard(head, body.score, index.report?.success_threshold);
@@ -157,42 +135,35 @@ export class EpisodeView {
       ...own.slice(0, 4).map(([finding, i]) => h("a.finding", { href: `#finding-${i + 1}`, title: finding.why }, h("b", {}, finding.title), " ", finding.where)),
       ...(own.length > 4 ? [h("a.finding", { href: "#overview" }, counted(own.length - 4, "more finding"))] : []),
     );
-    parts.sequence.replaceChildren(...body.sequences.map(({ name }, i) => h("option", { value: i }, name)));
-    const colors = available(body.columns);
-    if (!colors.includes(this.color)) this.color = colors[0];
-    parts.color.replaceChildren(...colors.map((key) => h("option", { value: key, selected: key === this.color }, PROPERTIES[key].label)));
+    parts.sequence.replaceChildren(...options(body.sequences.map(({ name }, i) => [i, name])));
+    colorOptions(parts.color, [body.columns]);
     this.element.classList.toggle("conversation-only", !body.length && body.said.length > 0);
-    this.treeRows = treeRows(body.turns);
-    this.turn = -1;
-    this.sequence = undefined;
-    this.tree.fit(this.treeRows.length);
+    this.sequence = this.turn = undefined;
+    const found = new Map();
+    for (const [{ turn }] of own) found.set(turn, (found.get(turn) ?? 0) + 1);
+    parts.tree.replaceChildren(...treeRows(body.turns).map((row) => treeRow(row, body.turns, { found, choose: (turn) => this.openTurn(turn) })));
     parts.turns.textContent = counted(body.turns.length, "turn");
-    parts.states.replaceChildren(h("summary", {}, "What the words mean"), biography(states(body.turns)));
+    parts.states.replaceChildren(h("summary", {}, "What the words mean"), definitions(states(body.turns)));
   }
 
   showSequence(at) {
-    if (this.sequence === at && this.shown === this.number) return;
+    if (this.sequence === at) return;
     const { body, parts } = this;
-    const sequence = body.sequences[at];
     this.sequence = at;
-    this.shown = this.number;
     parts.sequence.value = String(at);
-    this.flow = sequenceOf(body, body.length && sequence ? sequence.steps : []);
+    this.flow = sequenceOf(body, body.length ? body.sequences[at].steps : []);
     const headings = this.flow.bounds.flatMap((bound) => this.headings(bound));
     this.strip.show({ ...this.flow, vocabulary: this.app.vocabulary, headings }, (place) => this.classOf(place));
-    parts.strip.classList.toggle("blank", !this.flow.tokens.length);
     this.drawLegend();
     const spoken = this.flow.bounds
-        .map(({ turn }) => ({ ...body.turns[turn], turn, differs: difference(body.turns, turn) }))
-        .filter((entry) => entry.said.length || entry.images?.length);
-    const whole = { turn: this.flow.bounds[0]?.turn ?? -1, number: null, said: body.said, images: [] };
+      .map(({ turn }) => ({ ...body.turns[turn], turn, differs: difference(body.turns, turn) }))
+      .filter((entry) => entry.said.length || entry.images.length);
+    const whole = { turn: this.flow.bounds[0]?.turn, number: null, said: body.said, images: [] };
     this.conversation.show(
       spoken.length || !body.said.length ? spoken : [whole],
       "No messages: the file holds tokens only, and no tokenizer told its texts. View it with --tokenizer.",
     );
-    if (!this.flow.bounds.length) this.conversation.follow(-1);
-    parts.life.replaceChildren(h("p.empty", {}, this.flow.tokens.length ? "Point at a token, or move with the arrow keys." : "This episode has no tokens."));
-    this.turn = -1;
+    parts.life.replaceChildren(h("p.empty", {}, "This episode has no tokens."));
     if (this.flow.bounds.length) this.follow(0);
     this.finder.mark();
   }
@@ -212,7 +183,7 @@ export class EpisodeView {
         make: () =>
           h(`div.heading.${kind}`, { title: words }, h("b", {}, `Turn ${turn.number}`), kind === "prompt" ? " prompt · " : " answer · ", words),
       });
-    if (sampled > start) head(start, "prompt", `${counted(sampled - start, "token")} · ${why(turn)}`);
+    if (sampled > start) head(start, "prompt", `${counted(sampled - start, "token")} · ${turn.reason}`);
     if (stop > sampled) {
       const whole = turn.sampled[1] - turn.sampled[0];
       const size = stop - sampled < whole ? `${count(stop - sampled)} of ${counted(whole, "token")}` : counted(whole, "token");
@@ -223,32 +194,31 @@ export class EpisodeView {
 
   classOf(place) {
     const { columns } = this.body;
-    let name = PROPERTIES[this.color].classOf(columns, place, this.app.index);
-    if (this.color === "mask" && columns.trains?.[place] && columns.trains[place] !== this.sequence + 1) name = "elsewhere";
-    if (columns.trains?.[place] === this.sequence + 1) name += " learns";
+    const { value: color } = this.parts.color;
+    const trains = columns.trains?.[place];
+    let name = PROPERTIES[color].classOf(columns, place, this.app.index);
+    if (color === "mask" && trains && trains !== this.sequence + 1) name = "elsewhere";
+    if (trains === this.sequence + 1) name += " learns";
     if (columns.times?.[place] > 1) name += " wrong";
     return name;
   }
 
   drawLegend() {
     const { columns } = this.body;
-    this.parts.legend.replaceChildren(
-      legend(this.color, this.app.index, columns),
-      ...(columns.trains ? [h("span.legend", {}, h("span.swatch.learns", {}), "trained here")] : []),
-    );
+    const trained = h("span.legend", {}, h("span.swatch.learns"), "trained here");
+    this.parts.legend.replaceChildren(legend(this.parts.color.value, this.app.index, columns), columns.trains ? trained : "");
   }
 
-  recolor(color) {
-    this.color = color;
-    this.parts.color.value = color;
-    this.strip.recolor((place) => this.classOf(place));
+  recolor() {
+    this.strip.list.redraw();
     this.drawLegend();
   }
 
   nextColor() {
-    const colors = available(this.body.columns);
-    this.recolor(colors[(colors.indexOf(this.color) + 1) % colors.length]);
-    this.app.tell(`Colored by ${PROPERTIES[this.color].label}`);
+    const { color } = this.parts;
+    color.selectedIndex = (color.selectedIndex + 1) % color.length;
+    this.recolor();
+    this.app.tell(`Colored by ${color.selectedOptions[0].text}`);
   }
 
   /** Show or hide the turns, where the screen is small. */
@@ -256,7 +226,7 @@ export class EpisodeView {
     const { turns } = this.parts;
     const isOpen = turns.getAttribute("aria-expanded") === "true";
     turns.setAttribute("aria-expanded", String(!isOpen));
-    if (!isOpen) this.tree.reveal(this.treeRows.findIndex((entry) => entry.turn === this.turn));
+    if (!isOpen) this.revealTurn();
   }
 
   toggleRendered() {
@@ -277,10 +247,10 @@ export class EpisodeView {
     if (!bound) return;
     this.setTurn(at);
     const { rows, list } = this.strip;
-    list.reveal(Math.max(0, rows.of(bound.start) - (bound.start < bound.sampled ? 1 : 0)), 0, true);
+    list.reveal(Math.max(0, rowOf(rows, bound.start) - (bound.start < bound.sampled ? 1 : 0)), 0, true);
     this.strip.choose(bound.sampled < bound.stop ? bound.sampled : bound.start, false);
     this.conversation.follow(at);
-    this.strip.list.draw();
+    list.draw();
   }
 
   nextTurn(by) {
@@ -295,7 +265,8 @@ export class EpisodeView {
     if (!this.flow.tokens.length) return;
     if (many !== undefined) this.strip.mark(new Uint8Array(this.flow.tokens.length).fill(1, position, position + Math.max(1, many)));
     this.strip.choose(position);
-    this.strip.list.reveal(this.strip.rowOf(position), 0.35, true);
+    this.strip.reveal(position, 0.35, true);
+    this.finder.tell();
     this.parts.strip.focus({ preventScroll: true });
     for (const part of [this.parts.life, this.parts.strip]) part.scrollIntoView({ block: "nearest" }); // on a phone
   }
@@ -338,11 +309,7 @@ export class EpisodeView {
       turn: stepAt(this.flow.bounds, position).turn,
     };
     const copy = h("button.copy", { type: "button", onclick: (event) => this.copyLink(event.target) }, "Copy link");
-    this.parts.life.replaceChildren(copy, biography(facts(index, this.body, token)));
-  }
-
-  seen(position) {
-    if (this.flow?.bounds.length) this.follow(position);
+    this.parts.life.replaceChildren(copy, definitions(facts(index, this.body, token)));
   }
 
   /** Let the tree and the conversation follow the tokens. */
@@ -355,8 +322,20 @@ export class EpisodeView {
   setTurn(turn) {
     if (turn === this.turn) return;
     this.turn = turn;
-    const row = this.treeRows.findIndex((entry) => entry.turn === turn);
-    this.tree.redraw();
-    this.tree.reveal(row);
+    for (const button of this.parts.tree.querySelectorAll(".turn")) {
+      const isChosen = button.dataset.turn === String(turn);
+      button.classList.toggle("chosen", isChosen);
+      button.ariaCurrent = String(isChosen);
+      button.tabIndex = isChosen ? 0 : -1;
+    }
+    this.revealTurn();
+  }
+
+  /** Bring the current turn into view. */
+  revealTurn() {
+    const { tree } = this.parts;
+    const { offsetTop, offsetHeight } = tree.querySelector(".chosen") ?? tree;
+    const isSeen = offsetTop >= tree.scrollTop && offsetTop + offsetHeight <= tree.scrollTop + tree.clientHeight;
+    if (!isSeen) tree.scrollTop = offsetTop - 0.3 * tree.clientHeight;
   }
 }

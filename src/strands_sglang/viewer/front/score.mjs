@@ -1,10 +1,10 @@
 // How an episode was scored: chips for tables, and the card that says why.
 
-import { h, number } from "./dom.mjs";
+import { definitions, h, number } from "./dom.mjs";
 
 /** A reward: success, none of it, or something between. */
 export function rewardChip(reward, success = 1) {
-  if (reward === null || reward === undefined) return h("span.chip", {}, "–");
+  if (reward === null) return h("span.chip", {}, "–");
   const kind = reward >= success ? "good" : reward <= 0 ? "bad" : "part";
   return h(`span.chip.${kind}`, {}, number(reward, 3));
 }
@@ -19,8 +19,6 @@ export function outcomeChip(outcome) {
 /** Why an episode of an evaluation has its reward; nothing for others. */
 export function scoreCard(head, score, success) {
   if (!score.length) return [];
-  return [
-    h("p", {}, h("b", {}, "Score "), rewardChip(head.reward, success), " ", outcomeChip(head.outcome)),
-    h("dl", {}, score.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text)))),
-  ];
+  const result = h("p", {}, h("b", {}, "Score "), rewardChip(head.reward, success), " ", outcomeChip(head.outcome));
+  return [result, definitions(score)];
 }

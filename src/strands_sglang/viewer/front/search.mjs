@@ -1,22 +1,33 @@
 // Search over the tokens of all episodes: by text, id or property.
 
-import { count, counted, h } from "./dom.mjs";
+import { count, counted, filterField, h, pane } from "./dom.mjs";
 import { searchable } from "./text.mjs";
 import { VirtualList } from "./virtual.mjs";
 
 const ROW_HEIGHT = 28; // px
-const PAUSE = 40; // ms of work after which the page may react
-const AT_ONCE = 32; // episodes that are decoded at a time
+const AT_ONCE = 32; // episodes that are searched before the page may react
 
-const NUMBER = String.raw`[-−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?`;
-const COMPARISON = new RegExp(`^(id|logprob|probability|advantage|weight|gap|position)\\s*(<=|>=|<|>|=|:)\\s*(${NUMBER})$`, "i");
-const NAMED = /^(writer|version|turn)\s*[:=]\s*(.+)$/i;
-const PROPERTY = /^[a-z_]+(?=\s*(?:<=|>=|[<>=:]))/i;
+const COMPARISON = /^([a-z_]+)\s*(<=|>=|<|>|=|:)\s*(.+)$/i;
+
+/** What a token can be searched by. */
+const FIELDS = {
+  id: (c, i, { ids }) => ids[c.token[i]],
+  position: (c, i, page, position) => position,
+  logprob: (c, i) => c.logprob?.[i],
+  probability: (c, i) => Math.exp(c.logprob?.[i]),
+  advantage: (c, i) => c.advantage?.[i],
+  weight: (c, i) => c.weight?.[i],
+  gap: (c, i) => c.trainer_logprob?.[i] - c.logprob?.[i],
+  turn: (c, i) => c.turn[i],
+  writer: (c, i, { writers }) => writers[c.writer[i]],
+  version: (c, i, { versions }) => versions[c.version?.[i] - 1],
+};
+
 const FLAGS = {
-  trained: (c, i) => c.mask?.[i] === 1,
-  untrained: (c, i) => c.sampled?.[i] === 1 && !c.mask?.[i],
-  sampled: (c, i) => c.sampled?.[i] === 1,
-  drifted: (c, i) => c.drift?.[i] > 0,
+  trained: (c, i) => c.mask?.[i],
+  untrained: (c, i) => c.sampled[i] && !c.mask?.[i],
+  sampled: (c, i) => c.sampled[i],
+  drifted: (c, i) => c.drift?.[i],
 };
 
 /** What can be searched for, for people. */
@@ -26,47 +37,27 @@ export const HELP =
 /**
  * Parse a query into a test of one token, or the text to find, which may have been meant as the property that it names.
  *
+ * @param {{ids: ArrayLike<number>, writers: string[], versions: string[]}} page
  * @returns {{text: string, property?: string}|{test: (c: object, place: number, position: number) => boolean}}
  */
-export function parseQuery(query, { ids, writers, versions }) {
+export function parseQuery(query, page) {
   const text = query.trim();
   const flag = FLAGS[text.toLowerCase()];
   if (flag) return { test: flag };
-  let match = COMPARISON.exec(text);
-  if (match) {
-    const name = match[1].toLowerCase();
-    const operator = match[2] === ":" ? "=" : match[2];
-    const wanted = Number(match[3].replace("−", "-"));
-    const compare = {
-      "<": (value) => value < wanted,
-      ">": (value) => value > wanted,
-      "<=": (value) => value <= wanted,
-      ">=": (value) => value >= wanted,
-      "=": (value) => Math.abs(value - wanted) <= 1e-4 * Math.abs(wanted),
-    }[operator];
-    const exact = operator === "=" ? (value) => value === wanted : compare;
-    const values = {
-      id: (c, i) => exact(ids[c.token[i]]),
-      position: (c, i, position) => exact(position),
-      logprob: (c, i) => compare(c.logprob?.[i]),
-      probability: (c, i) => compare(Math.exp(c.logprob?.[i])),
-      advantage: (c, i) => compare(c.advantage?.[i]),
-      weight: (c, i) => compare(c.weight?.[i]),
-      gap: (c, i) => compare(c.trainer_logprob?.[i] - c.logprob?.[i]),
-    };
-    return { test: values[name] };
-  }
-  match = NAMED.exec(text);
-  if (match) {
-    const name = match[1].toLowerCase();
-    const codes = {
-      writer: writers.indexOf(match[2].toLowerCase()),
-      version: versions.indexOf(match[2]) + 1 || -1, // 0 is no version
-      turn: Number(match[2]),
-    };
-    if (codes[name] !== -1) return { test: (c, i) => c[name]?.[i] === codes[name] };
-  }
-  return { text: query, property: PROPERTY.exec(text)?.[0] };
+  const [, property, operator, wanted] = COMPARISON.exec(text) ?? [];
+  const names = { writer: page.writers, version: page.versions }[property?.toLowerCase()];
+  const number = Number(wanted?.replace("−", "-"));
+  const field = FIELDS[property?.toLowerCase()];
+  if (!field || (names ? !names.includes(wanted) : Number.isNaN(number))) return { text: query, property };
+  const compare = {
+    "<": (value) => value < number,
+    ">": (value) => value > number,
+    "<=": (value) => value <= number,
+    ">=": (value) => value >= number,
+  }[operator];
+  const isNear = (value) => Math.abs(value - number) <= (Number.isInteger(value) ? 0 : 1e-4 * Math.abs(number));
+  const same = names ? (value) => value === wanted : isNear;
+  return { test: (c, i, position) => (compare ?? same)(field(c, i, page, position)) };
 }
 
 /**
@@ -77,16 +68,12 @@ export function parseQuery(query, { ids, writers, versions }) {
  */
 export function find(sequence, columns, query) {
   const { tokens, places, vocabulary } = sequence;
+  if (query.test) {
+    const hits = Uint8Array.from(tokens, (_, i) => (query.test(columns, places[i], i) ? 1 : 0));
+    return { hits, starts: [...hits.keys()].filter((i) => hits[i] && !hits[i - 1]) };
+  }
   const hits = new Uint8Array(tokens.length);
   const starts = [];
-  if (query.test) {
-    for (let i = 0; i < tokens.length; i++) {
-      if (!query.test(columns, places[i], i)) continue;
-      hits[i] = 1;
-      if (!i || !hits[i - 1]) starts.push(i);
-    }
-    return { hits, starts };
-  }
   const wanted = searchable(query.text);
   if (!wanted) return { hits, starts };
   const pieces = Array.from(tokens, (token) => vocabulary.searchable(token));
@@ -130,7 +117,7 @@ function findSaid(said, wanted) {
   const texts = said.map(([, , text]) => text).filter((text) => text.toLowerCase().includes(wanted));
   if (!texts.length) return [];
   const at = texts[0].toLowerCase().indexOf(wanted);
-  const many = texts.reduce((all, text) => all + text.toLowerCase().split(wanted).length - 1, 0);
+  const many = texts.join("\0").toLowerCase().split(wanted).length - 1;
   return [{ many, text: texts[0].slice(Math.max(0, at - 20), at + 80) }];
 }
 
@@ -139,11 +126,12 @@ export class Finder {
   /** @param {EpisodeView} view */
   constructor(view) {
     this.view = view;
-    this.starts = [];
-    this.input = h("input", { type: "search", placeholder: "Search all episodes: text, id:42", "aria-label": "Search the tokens of all episodes", spellcheck: "false", oninput: () => this.search(), onkeydown: (event) => this.key(event) });
+    this.input = filterField("Search the tokens of all episodes", "Search all episodes: text, id:42", () => this.search());
+    this.input.addEventListener("keydown", (event) => this.key(event));
     this.told = h("output.matches", { "aria-live": "polite" });
     this.element = h("span.finder", {}, this.input, h("span.help", {}, HELP));
-    this.results = h("div.viewport.results", { tabindex: "0", role: "group", "aria-label": "Matches", hidden: true });
+    this.results = pane("viewport.results", "Matches");
+    this.results.hidden = true;
     this.list = new VirtualList(this.results, ROW_HEIGHT, (row) => this.link(this.found[row]));
   }
 
@@ -157,73 +145,72 @@ export class Finder {
   /** Search all episodes; a newer search ends this one. */
   async search() {
     const { app } = this.view;
-    const { writers, versions, episodes } = app.index;
-    const query = this.input.value ? parseQuery(this.input.value, { ids: app.vocabulary.ids, writers, versions }) : null;
+    const { episodes } = app.index;
+    const query = this.input.value ? parseQuery(this.input.value, { ...app.index, ids: app.vocabulary.ids }) : null;
     this.query = query;
     this.found = [];
     this.unit = query?.test ? ["token"] : ["match", "matches"];
-    this.done = false;
-    this.results.hidden = true;
     this.mark();
-    let due = performance.now() + PAUSE;
-    for (let i = 0; query && i < episodes.length; i++) {
-      if (i % AT_ONCE === 0) await Promise.all(episodes.slice(i, i + AT_ONCE).map((_, k) => app.load(i + k)));
-      const body = await app.load(i);
-      if (performance.now() > due) {
-        this.show();
-        await new Promise((resume) => setTimeout(resume));
-        due = performance.now() + PAUSE;
-      }
+    for (let i = 0; query && i < episodes.length; i += AT_ONCE) {
+      const bodies = await Promise.all(episodes.slice(i, i + AT_ONCE).map((_, k) => app.load(i + k)));
       if (this.query !== query) return;
-      const sequences = this.view.flows(body);
-      this.found.push(...findAll(sequences, body, query).map((found) => ({ episode: i, text: around(sequences[found.sequence], found.position), ...found })));
+      for (const [k, body] of bodies.entries()) {
+        const sequences = this.view.flows(body);
+        const own = findAll(sequences, body, query);
+        this.found.push(...own.map((one) => ({ episode: i + k, text: around(sequences[one.sequence], one.position), ...one })));
+      }
+      this.show(i + AT_ONCE >= episodes.length ? "" : " so far…");
+      await new Promise((resume) => setTimeout(resume));
     }
-    this.done = true;
-    this.show();
+    if (!query) this.show();
   }
 
   /** List what is found. */
-  show() {
+  show(soFar = "") {
     const { strip } = this.view;
+    this.soFar = soFar;
     this.tell();
     this.results.hidden = !this.found.length;
     this.results.style.height = `${Math.min(5, this.found.length) * ROW_HEIGHT + 2}px`;
     this.list.reset(this.found.length);
-    if (this.at !== undefined) strip.list.reveal(strip.rowOf(strip.current)); // the list took some of its height
+    if (this.at >= 0) strip.reveal(strip.current); // the list took some of its height
   }
 
   /** Mark what matches in the open sequence. */
   mark() {
     const { strip, flow, body, app } = this.view;
     this.starts = [];
-    this.here = 0;
-    this.at = undefined; // the match of the open sequence that is shown
     let marked = null;
     if (this.query) {
       const { hits, starts } = find({ ...flow, vocabulary: app.vocabulary }, body.columns, this.query);
       marked = hits;
       this.starts = starts;
       this.here = this.query.test ? hits.reduce((all, hit) => all + hit, 0) : starts.length;
-      if (!body.length) this.here = findAll([], body, this.query)[0]?.many ?? 0;
+      if (!body.length) this.here = findAll([], body, this.query)[0]?.many;
     }
     if (marked || strip.hits) strip.mark(marked);
     this.tell();
   }
 
+  /** Which match of the open sequence the current token begins, -1 if none. */
+  get at() {
+    return this.starts.indexOf(this.view.strip.current);
+  }
+
   /** Say how much is found. */
   tell() {
-    const { query, found, here, starts, unit, at } = this;
+    const { query, found, here, starts, unit, at, soFar } = this;
     if (!query) return void (this.told.textContent = "");
     const stretch = query.test ? "stretch " : "";
-    const shown = at === undefined ? "" : ` (${stretch}${count(at + 1)} of ${count(starts.length)})`;
+    const shown = at < 0 ? "" : ` (${stretch}${count(at + 1)} of ${count(starts.length)})`;
     const own = `${here ? counted(here, ...unit) : "nothing"} in this ${this.view.body.length ? "sequence" : "episode"}${shown}`;
     const total = found.reduce((all, { many }) => all + many, 0);
     const episodes = new Set(found.map(({ episode }) => episode)).size;
-    const all = `${counted(total, ...unit)} in ${counted(episodes, "episode")}`;
     const unknown = query.property ? ` "${query.property}" is not a property that is known here.` : "";
-    if (!this.done) this.told.textContent = `${own}; ${all} so far…`;
-    else if (total) this.told.textContent = `${own}; ${all}`;
-    else this.told.textContent = `nothing found in any episode.${unknown} ${HELP}`;
+    this.told.textContent =
+      total || soFar
+        ? `${own}; ${counted(total, ...unit)} in ${counted(episodes, "episode")}${soFar}`
+        : `nothing found in any episode.${unknown} ${HELP}`;
   }
 
   link(match) {
@@ -237,23 +224,20 @@ export class Finder {
     );
   }
 
-  /** Go to the next match: in the open sequence, then in the next one with any. */
+  /** Go to the next match: in the open sequence, then in the next one with any, and after the last to the first. */
   next(by) {
     if (!this.query) return;
     const { strip, number, sequence, app } = this.view;
     const { starts, found } = this;
     const here = strip.current;
-    let at = by > 0 ? starts.findIndex((start) => start > here) : starts.findLastIndex((start) => start < here);
-    if (at < 0 && found.length) {
+    const at = by > 0 ? starts.find((start) => start > here) : starts.findLast((start) => start < here);
+    if (at !== undefined) {
+      strip.choose(at);
+      this.tell();
+    } else if (by > 0 && found.length) {
       const later = found.find((one) => one.episode > number || (one.episode === number && one.sequence > sequence));
-      const other = later ?? found[0];
-      if (by > 0 && (other.episode !== number || other.sequence !== sequence)) return app.go(addressOf(other));
-      at = by > 0 ? 0 : starts.length - 1;
+      app.go(addressOf(later ?? found[0]));
     }
-    if (at < 0) return;
-    this.at = at;
-    strip.choose(starts[at]);
-    this.tell();
   }
 }
 

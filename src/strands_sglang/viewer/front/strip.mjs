@@ -1,7 +1,7 @@
 // A sequence of tokens as rows of text, with a current token that the arrow keys move.
 
 import { h, onWidth } from "./dom.mjs";
-import { layOut } from "./layout.mjs";
+import { layOut, rowOf } from "./layout.mjs";
 import { VirtualList } from "./virtual.mjs";
 
 const MOST_TOKENS = 1400; // in the document at a time
@@ -32,20 +32,19 @@ export function tokenSpan({ shown, width }, classes, at, limit) {
 export class Strip {
   /**
    * @param {HTMLElement} viewport
-   * @param {{point: (position: number) => void, choose: (position: number) => void, seen?: (position: number) => void}}
+   * @param {{point: (position: number) => void, choose: (position: number) => void, seen: (position: number) => void}}
    *     told what is pointed at, what is chosen, and the first position in view if the current token is not
    */
   constructor(viewport, told) {
     this.viewport = viewport;
     this.told = told;
-    this.current = -1;
-    this.hits = null;
-    this.list = new VirtualList(viewport, ROW_HEIGHT, (row) => this.renderRow(row));
+    this.rows = [];
+    this.list = new VirtualList(viewport, ROW_HEIGHT, (row) => this.renderRow(this.rows[row]));
     this.list.onDraw = (first, shown) => {
-      if (!this.rows?.length || !told.seen) return;
+      if (!this.rows.length) return;
       const last = this.rows.length - 1;
-      const from = this.rows.starts[Math.min(first + 1, last)];
-      const to = this.rows.stops[Math.min(first + Math.ceil(shown), last)];
+      const from = this.rows[Math.min(first + 1, last)].start;
+      const to = this.rows[Math.min(first + Math.ceil(shown), last)].stop;
       if (this.current < from || this.current >= to) told.seen(from);
     };
     viewport.addEventListener("pointerover", (event) => {
@@ -78,20 +77,24 @@ export class Strip {
   }
 
   layOut() {
-    const { tokens, vocabulary, headings } = this.sequence;
-    const limit = Math.max(8, Math.floor((this.viewport.clientWidth - 24) / columnWidth(this.viewport)));
+    const { tokens, headings } = this.sequence;
     const visibleRows = Math.ceil(this.viewport.clientHeight / ROW_HEIGHT) + 6;
     const most = Math.max(4, Math.floor(MOST_TOKENS / visibleRows));
-    const keep = this.current >= 0 ? this.current : this.rows ? this.rows.starts[Math.floor(this.viewport.scrollTop / ROW_HEIGHT)] : 0;
-    this.limit = limit;
-    this.rows = layOut(tokens.length, (i) => vocabulary.entry(tokens[i]), limit, headings, most);
+    const top = this.rows[Math.floor(this.viewport.scrollTop / ROW_HEIGHT)];
+    const keep = this.current >= 0 ? this.current : top?.start;
+    this.limit = Math.max(8, Math.floor((this.viewport.clientWidth - 24) / columnWidth(this.viewport)));
+    this.rows = layOut(tokens.length, (i) => this.entry(i), this.limit, headings, most);
     this.list.reset(this.rows.length);
-    if (keep) this.list.reveal(this.rows.of(keep), 0.3, true);
+    if (keep) this.reveal(keep, 0.3, true);
   }
 
-  recolor(classOf) {
-    this.classOf = classOf;
-    this.list.redraw();
+  entry(i) {
+    return this.sequence.vocabulary.entry(this.sequence.tokens[i]);
+  }
+
+  /** Bring a token into view, as a list does its row. */
+  reveal(position, ...how) {
+    this.list.reveal(rowOf(this.rows, position), ...how);
   }
 
   mark(hits) {
@@ -99,45 +102,38 @@ export class Strip {
     this.list.redraw();
   }
 
-  renderRow(row) {
-    const heading = this.rows.headings[row];
-    if (heading >= 0) return this.sequence.headings[heading].make();
-    const line = document.createElement("div");
-    line.className = "tokens";
-    for (let i = this.rows.starts[row]; i < this.rows.stops[row]; i++) line.append(this.token(i));
+  renderRow({ start, stop, heading }) {
+    if (heading) return heading.make();
+    const line = h("div.tokens");
+    for (let i = start; i < stop; i++) {
+      let name = this.classOf(this.sequence.places[i]);
+      if (this.hits?.[i]) name += " hit";
+      if (i === this.current) name += " current";
+      line.append(tokenSpan(this.entry(i), name, i, this.limit));
+    }
     return line;
-  }
-
-  token(i) {
-    const { tokens, places, vocabulary } = this.sequence;
-    let name = this.classOf(places[i]);
-    if (this.hits && this.hits[i]) name += " hit";
-    if (i === this.current) name += " current";
-    return tokenSpan(vocabulary.entry(tokens[i]), name, i, this.limit);
   }
 
   /** Make a token the current one. */
   choose(position, reveal = true) {
-    if (!this.rows || !this.sequence.tokens.length) return;
-    position = Math.max(0, Math.min(this.sequence.tokens.length - 1, position));
-    const before = this.viewport.querySelector(".t.current");
-    if (before) before.classList.remove("current");
-    this.current = position;
-    if (reveal) this.list.reveal(this.rowOf(position));
-    const now = this.viewport.querySelector(`[data-at="${position}"]`);
-    if (now) now.classList.add("current");
-    this.told.choose(position);
+    const last = this.sequence.tokens.length - 1;
+    if (last < 0) return;
+    this.current = Math.max(0, Math.min(last, position));
+    if (reveal) this.reveal(this.current);
+    this.give("current", this.current);
+    this.told.choose(this.current);
   }
 
   /** Tell of a token that is not chosen, and mark it. */
   point(position) {
-    this.viewport.querySelector(".t.hovered")?.classList.remove("hovered");
-    this.viewport.querySelector(`[data-at="${position}"]`)?.classList.add("hovered");
+    this.give("hovered", position);
     this.told.point(position);
   }
 
-  rowOf(position) {
-    return this.rows.of(position);
+  /** Give a class to one token in the document. */
+  give(name, position) {
+    this.viewport.querySelector(`.t.${name}`)?.classList.remove(name);
+    this.viewport.querySelector(`[data-at="${position}"]`)?.classList.add(name);
   }
 
   key(event) {
@@ -161,22 +157,13 @@ export class Strip {
 
   /** The token nearly above or below, `by` rows of tokens away. */
   vertical(position, by) {
-    let row = this.rows.of(position);
-    const { starts, stops, headings } = this.rows;
-    const { tokens, vocabulary } = this.sequence;
+    const rows = this.rows.filter(({ heading }) => !heading);
+    const from = rowOf(rows, position);
+    const { start, stop } = rows[Math.max(0, Math.min(rows.length - 1, from + by))];
     let column = 0;
-    for (let i = starts[row]; i < position; i++) column += vocabulary.entry(tokens[i]).width;
-    const direction = Math.sign(by);
-    for (let left = Math.abs(by), at = row + direction; left > 0 && at >= 0 && at < starts.length; at += direction) {
-      if (headings[at] >= 0) continue;
-      row = at;
-      left--;
-    }
-    let i = starts[row];
-    for (let used = 0; i < stops[row] - 1; i++) {
-      used += vocabulary.entry(tokens[i]).width;
-      if (used > column) break;
-    }
+    for (let i = rows[from].start; i < position; i++) column += this.entry(i).width;
+    let i = start;
+    while (i < stop - 1 && (column -= this.entry(i).width) >= 0) i++;
     return i;
   }
 }

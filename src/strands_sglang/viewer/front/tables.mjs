@@ -1,49 +1,19 @@
 // The overview, the credit audit and the drift: long tables of which only the rows in view are in the document.
 
-import { count, counted, h, number } from "./dom.mjs";
+import { count, counted, filterField, h, number, options, pane } from "./dom.mjs";
 import { outcomeChip, rewardChip } from "./score.mjs";
 import { visible } from "./text.mjs";
 import { VirtualList } from "./virtual.mjs";
-
-/** A table of `rows`, each made by `cells(row)`: a list of [class, content]. */
-export class Table {
-  constructor(label, height, cells) {
-    this.rows = [];
-    this.viewport = h("div.viewport.rows", { tabindex: "0", role: "table", "aria-label": label });
-    this.list = new VirtualList(this.viewport, height, (at) => {
-      const row = this.rows[at];
-      return h(`div.line${row.kind ? `.${row.kind}` : ""}`, { role: "row" }, cells(row).map(([name, ...content]) => h(`div.cell${name}`, { role: "cell" }, ...content)));
-    });
-    this.list.spacer.setAttribute("role", "rowgroup");
-  }
-
-  head(names) {
-    if (this.header) this.header.remove();
-    this.header = h("div.line.head", { role: "row" }, names.map(([name, ...text]) => h(`div.cell${name}`, { role: "columnheader" }, ...text)));
-    this.viewport.prepend(this.header);
-  }
-
-  show(rows) {
-    this.rows = rows;
-    this.viewport.scrollTop = 0;
-    this.list.reset(rows.length);
-  }
-}
-
-/** A name that may break after its marks. */
-function breakable(name) {
-  return name.split(/(?<=[:_-])/).flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
-}
 
 /** Sort values; unknown ones come last in either direction, and equal ones keep their order. */
 export function sorted(rows, valueOf, descending) {
   const known = (value) => value !== null && value !== undefined;
   return rows
-    .map((row, at) => ({ row, at, value: valueOf(row) }))
+    .map((row) => ({ row, value: valueOf(row) }))
     .sort((a, b) => {
-      if (!known(a.value) || !known(b.value)) return known(b.value) - known(a.value) || a.at - b.at;
+      if (!known(a.value) || !known(b.value)) return known(b.value) - known(a.value);
       const order = typeof a.value === "string" ? a.value.localeCompare(b.value, "en", { numeric: true }) : a.value - b.value;
-      return (descending ? -order : order) || a.at - b.at;
+      return descending ? -order : order;
     })
     .map(({ row }) => row);
 }
@@ -58,35 +28,48 @@ export function filtered(rows, text, textOf) {
 }
 
 /**
- * A table that its heads sort.
+ * A table whose heads sort it.
  *
- * Columns are `{name, kind, width: [px, share], value(row), cell(row)}`. Rows with `wide` are headings, which a sorted
- * table does not have.
+ * Columns are `{name, kind, width: [px, share], value(row), cell(row)}`; those without `value` sort nothing. A row with
+ * `wide` is a line of its own, which a sorted table does not have.
  */
-export class SortedTable extends Table {
-  constructor(label, columns) {
-    super(label, 34, (row) => (row.wide ? [[".wide", ...row.wide]] : columns.map(({ kind, cell }) => [kind ?? "", cell(row)].flat())));
-    this.columns = columns;
+export class Table {
+  constructor(label, columns, height = 34) {
+    this.viewport = pane("viewport.rows", label, "table");
+    this.list = new VirtualList(this.viewport, height, (at) => this.line(this.shown[at]));
+    this.list.spacer.setAttribute("role", "rowgroup");
+    this.header = h("div.line.head", { role: "row" });
+    this.viewport.prepend(this.header);
     this.sort = { column: null, descending: false };
-    const { style } = this.viewport;
-    style.setProperty("--columns", columns.map(({ width: [least, share] }) => (share ? `minmax(${least}px, ${share}fr)` : `${least}px`)).join(" "));
-    style.setProperty("--least", `${columns.reduce((sum, { width }) => sum + width[0] + 12, 10)}px`);
-    this.viewport.classList.add("sorted");
+    this.columns = columns;
+  }
+
+  line(row) {
+    const cells = row.wide ? [[".wide", row.wide]] : this.columns.map(({ kind = "", cell }) => [kind, cell(row)]);
+    const line = h(`div.line${row.kind ? `.${row.kind}` : ""}`, { role: "row" });
+    line.append(...cells.map(([kind, content]) => h(`div.cell${kind}`, { role: "cell" }, ...[content].flat())));
+    return line;
   }
 
   /** Show rows in the order that was chosen, else as they come. */
   fill(rows) {
-    this.given = rows;
     const { column, descending } = this.sort;
-    this.head(
-      this.columns.map(({ name, kind }, i) => {
+    this.given = rows;
+    this.shown = column === null ? rows : sorted(rows.filter(({ wide }) => !wide), this.columns[column].value, descending);
+    const tracks = this.columns.map(({ width: [least, share] }) => (share ? `minmax(${least}px, ${share}fr)` : `${least}px`));
+    const { style } = this.viewport;
+    style.setProperty("--columns", tracks.join(" "));
+    style.setProperty("--least", `${this.columns.reduce((sum, { width }) => sum + width[0] + 12, 10)}px`);
+    this.header.replaceChildren(
+      ...this.columns.map(({ name, kind = "", value }, i) => {
         const sign = column === i ? (descending ? " ▼" : " ▲") : "";
-        return [kind ?? "", h("button", { onclick: () => this.sortBy(i) }, name + sign)];
+        const order = sign && (descending ? "descending" : "ascending");
+        const head = value ? h("button", { onclick: () => this.sortBy(i) }, name + sign) : name;
+        return h(`div.cell${kind}`, { role: "columnheader", "aria-sort": order || null }, head);
       }),
     );
-    if (column === null) return this.show(rows);
-    this.header.children[column].setAttribute("aria-sort", descending ? "descending" : "ascending");
-    this.show(sorted(rows.filter((row) => !row.wide), this.columns[column].value, descending));
+    this.viewport.scrollTop = 0;
+    this.list.reset(this.shown.length);
   }
 
   sortBy(column) {
@@ -94,6 +77,21 @@ export class SortedTable extends Table {
     this.fill(this.given);
     this.header.children[column].firstChild.focus();
   }
+}
+
+/** A column of numbers. */
+export function figures(name, value, width = 84, digits = 4) {
+  return { name, kind: ".number", width: [width, 0], value, cell: (row) => number(value(row), digits) };
+}
+
+/** A column of texts, each whole in its title. */
+export function texts(name, value, width, share) {
+  return { name, width: [width, share], value, cell: (row) => h("span", { title: value(row) }, value(row)) };
+}
+
+/** How many findings there are, if any. */
+function alarm(found) {
+  return found > 0 && h("span.alarm", {}, ` ⚑ ${count(found)} `);
 }
 
 /** The mean reward of each training step as bars; one of them shows its episodes. */
@@ -115,35 +113,33 @@ function steps({ steps }, choose) {
 /** All findings and episodes. */
 export class Overview {
   constructor({ index }) {
-    const findings = h("div.viewport.findings", { tabindex: "0", role: "group", "aria-label": "Findings" });
-    const list = new VirtualList(findings, 58, (i) => {
-      const finding = index.findings[i];
-      return h("a.finding", { href: `#finding-${i + 1}`, title: finding.why }, h("span.line1", {}, h("b", {}, finding.title), " ", h("span.where", {}, finding.where)), h("span.line2", {}, finding.why));
-    });
     const { episodes, groups } = index;
+    const many = index.findings.length;
+    const findings = pane("viewport.findings", "Findings");
+    const list = new VirtualList(findings, 58, (i) => {
+      const { title, where, why } = index.findings[i];
+      return h("a.finding", { href: `#finding-${i + 1}`, title: why }, h("span.line1", {}, h("b", {}, title), " ", h("span.where", {}, where)), h("span.line2", {}, why));
+    });
     const of = (name) => (at) => episodes[at][name];
-    const figure = (name, label, width, digits) => ({ name: label, kind: ".number", width: [width, 0], value: of(name), cell: (at) => number(episodes[at][name], digits) });
-    const total = (name, label) => ({ ...figure(name, label, 60), cell: (at) => (episodes[at][name] === null ? "–" : count(episodes[at][name])) });
-    const words = (name, label, width, share) => ({ name: label, width: [width, share], value: of(name), cell: (at) => h("span", { title: episodes[at][name] }, episodes[at][name]) });
+    const total = (name, value) => ({ ...figures(name, value, 60), cell: (at) => (value(at) === null ? "–" : count(value(at))) });
     const columns = [
-      { ...words("id", "Episode", 110, 1), kind: ".name", cell: (at) => h("a", { href: `#episode-${at}`, title: episodes[at].key }, episodes[at].id) },
-      words("question", "Question", 170, 2),
-      words("answer", "Answer", 150, 2),
-      { ...figure("reward", "Reward", 64), cell: (at) => rewardChip(episodes[at].reward, index.report?.success_threshold) },
-      { ...words("outcome", "Outcome", 160, 0), cell: (at) => outcomeChip(episodes[at].outcome) },
-      figure("advantage", "Advantage", 76, 3),
-      total("turns", "Turns"),
-      total("tokens", "Tokens"),
-      total("trained", "Trained"),
-      figure("gap", "Max gap", 76, 3),
-      { ...figure("seconds", "Time", 64), cell: (at) => (episodes[at].seconds === null ? "–" : `${episodes[at].seconds.toFixed(1)} s`) },
-      { ...words("note", "Notes", 140, 1), value: (at) => -episodes[at].found || episodes[at].note || null, cell: (at) => [episodes[at].found ? h("span.alarm", {}, `⚑ ${count(episodes[at].found)} `) : "", h("span", { title: episodes[at].note }, episodes[at].note)] },
+      { ...texts("Episode", of("id"), 110, 1), kind: ".name", cell: (at) => h("a", { href: `#episode-${at}`, title: episodes[at].key }, episodes[at].id) },
+      texts("Question", of("question"), 170, 2),
+      texts("Answer", of("answer"), 150, 2),
+      { ...figures("Reward", of("reward"), 64), cell: (at) => rewardChip(episodes[at].reward, index.report?.success_threshold) },
+      { ...texts("Outcome", of("outcome"), 160, 0), cell: (at) => outcomeChip(episodes[at].outcome) },
+      figures("Advantage", of("advantage"), 76, 3),
+      total("Turns", of("turns")),
+      total("Tokens", of("tokens")),
+      total("Trained", of("trained")),
+      figures("Max gap", of("gap"), 76, 3),
+      figures("Seconds", of("seconds"), 64, 3),
+      { name: "Notes", width: [140, 1], value: (at) => -episodes[at].found || episodes[at].note || null, cell: (at) => [alarm(episodes[at].found), h("span", { title: episodes[at].note }, episodes[at].note)] },
     ];
     const known = (value) => value !== null && value !== "";
-    const table = new SortedTable("Episodes", columns.filter(({ value }) => episodes.some((_, at) => known(value(at)))));
-    const filter = h("input", { type: "search", placeholder: "Filter the episodes", "aria-label": "Filter the episodes", spellcheck: "false", oninput: () => draw() });
+    const table = new Table("Episodes", columns.filter(({ value }) => episodes.some((_, at) => known(value(at)))));
+    const filter = filterField("Filter the episodes", "Filter the episodes", () => draw());
     const shown = h("span.caption", { role: "status" });
-    const many = index.findings.length;
     const textOf = (at) => {
       const { id, question, answer, outcome, note, group } = episodes[at];
       return [id, question, answer, outcome?.replaceAll("_", " "), note, groups[group].name].join(" ");
@@ -174,7 +170,6 @@ export class Overview {
       h("div.bar", {}, h("h2", {}, counted(episodes.length, "episode")), episodes.length > 1 && filter, shown),
       table.viewport,
     );
-    this.element.classList.toggle("clean", !many);
     findings.style.height = `${many * 58 + 2}px`;
     this.open = () => {
       list.reset(many);
@@ -183,34 +178,25 @@ export class Overview {
   }
 }
 
-const MEASURES = {
-  reduced: ["what its loss makes of advantage × weight", (abs, weight, reduction) => abs * weight * reduction],
-  receives: ["what it receives: |advantage × weight|", (abs, weight) => abs * weight],
-  alone: ["what its loss would make of advantages without weights", (abs, weight, reduction) => abs * reduction],
-};
-
-const isOff = (value, exact) => Math.abs(value - exact) > 1e-6 * Math.max(exact, 1e-12);
+const isOff = ({ yours, exact }) => Math.abs(yours - exact) > 1e-6 * Math.max(exact, 1e-12);
 
 /** What each episode, sequence and turn contributes to the update: exactly, and by the trainer's loss. */
 export class Credit {
   constructor({ index }) {
-    const audits = index.credit;
-    const own = (event) => event.target.value;
     const draw = () => this.draw();
-    this.index = index;
-    this.group = h("select", { "aria-label": "Batch", onchange: (event) => this.open(Number(own(event))) }, audits.map((audit, i) => h("option", { value: i }, audit.name)));
+    this.episodes = index.episodes;
+    this.audits = index.credit;
+    this.batch = h("select", { "aria-label": "Batch", onchange: () => this.open() }, options(this.audits.map(({ name }, i) => [i, name])));
     this.loss = h("select", { "aria-label": "Your trainer's loss", onchange: draw });
     this.normalizer = h("select", { "aria-label": "Normalizer", onchange: draw });
     this.compares = h("input", { type: "checkbox", onchange: draw });
-    this.measure = h("select", { "aria-label": "Show", onchange: draw }, Object.entries(MEASURES).map(([key, [label]]) => h("option", { value: key }, label)));
     this.verdict = h("p.verdict", { role: "status" });
     this.caption = h("p.caption");
-    this.table = new Table("Credit audit", 34, (row) => this.cells(row));
-    this.audits = audits;
+    this.table = new Table("Credit audit", []);
     this.element = h(
       "section.credit",
       { "aria-label": "Credit audit" },
-      h("div.bar", {}, audits.length > 1 && this.group, h("label", {}, "your loss ", this.loss), h("label", {}, "normalizer ", this.normalizer), h("label", {}, this.compares, " compare losses"), this.measure),
+      h("div.bar", {}, this.audits.length > 1 && this.batch, h("label", {}, "your loss ", this.loss), h("label", {}, "normalizer ", this.normalizer), h("label", {}, this.compares, " compare losses")),
       this.verdict,
       this.caption,
       h("p.caption", {}, "Σ|A| sums |advantage| over trained tokens; ratio is your loss / exact. Red: not exact. ⚑: a finding."),
@@ -218,96 +204,73 @@ export class Credit {
     );
   }
 
-  open(at = this.at ?? 0) {
-    this.at = Math.min(at, this.audits.length - 1);
-    this.group.value = String(this.at);
-    const audit = this.audits[this.at];
-    const names = Object.keys(audit.normalizers);
-    const options = (values, chosen) => values.map((name) => h("option", { value: name, selected: name === chosen }, name));
-    this.normalizer.replaceChildren(...options(names, audit.trainer?.normalizer));
-    const { losses } = audit.normalizers[names[0]]; // those of one formula are one choice
-    this.loss.replaceChildren(...options(losses.map((loss) => loss.names.join(", ")), audit.trainer?.loss.join(", ")));
-    this.caption.textContent = audit.caption;
+  open(at = this.batch.value) {
+    this.audit = this.audits[at] ?? this.audits[0];
+    this.batch.value = this.audits.indexOf(this.audit);
+    const { normalizers, trainer, caption } = this.audit;
+    const [{ losses }] = Object.values(normalizers); // those of one formula are one choice
+    const fitting = losses.findIndex(({ names }) => String(names) === String(trainer?.loss));
+    this.normalizer.replaceChildren(...options(Object.keys(normalizers).map((name) => [name, name]), trainer?.normalizer));
+    this.loss.replaceChildren(...options(losses.map(({ names }, i) => [i, names.join(", ")]), fitting));
+    this.caption.textContent = caption;
     this.draw();
   }
 
   draw() {
-    const audit = this.audits[this.at];
-    const { losses, exact } = audit.normalizers[this.normalizer.value];
-    this.exact = exact;
-    this.own = losses.find((loss) => loss.names.join(", ") === this.loss.value);
-    this.others = this.compares.checked ? losses : [];
-    this.measure.hidden = !this.compares.checked;
-    this.judge();
-    this.table.head([
-      [".name", "Episode, sequence, turn"],
-      [".number", "Tokens"],
-      [".number", "Σ|A|"],
-      [".number", "your loss"],
-      [".number", "exact"],
-      [".number", "ratio"],
-      ...this.others.map((loss) => [".number.trainer", ...loss.names.map((name) => h("span.loss", {}, breakable(name)))]),
-    ]);
-    const rows = [];
-    for (const episode of audit.episodes) {
-      const link = `#episode-${episode.episode}`;
-      rows.push({ kind: "group", label: episode.name, note: episode.note, found: this.index.episodes[episode.episode].found, link, parts: episode.rows });
-      for (const row of episode.rows) {
-        if (episode.rows.length > 1) rows.push({ kind: "sequence", label: `sequence ${row.sequence}`, link: `${link}-sequence-${row.sequence}`, parts: [row] });
-        for (const turn of row.turns.length > 1 ? row.turns : []) {
-          rows.push({ kind: "leaf", label: `turn ${turn.number}`, link: `${link}-sequence-${row.sequence}-turn-${turn.turn}`, parts: [{ ...turn, row: row.row }] });
-        }
-      }
-    }
-    this.table.show(rows);
+    const { losses, exact } = this.audit.normalizers[this.normalizer.value];
+    const own = losses[this.loss.value];
+    const sum = (parts, value) => parts.reduce((total, part) => total + value(part), 0);
+    const row = (kind, label, address, parts, found) => ({
+      ...{ kind, parts, found, link: h("a", { href: `#episode-${address}` }, label) },
+      tokens: sum(parts, (part) => part.tokens),
+      abs: sum(parts, (part) => part.abs),
+      yours: sum(parts, (part) => (part.recorded ?? part.abs * own.weights[part.row]) * own.reductions[part.row]),
+      exact: sum(parts, (part) => part.abs * exact[part.row]),
+    });
+    const rows = this.audit.episodes.flatMap(({ name, note, episode, rows }) => {
+      const whole = row("group", name, episode, rows, this.episodes[episode].found);
+      if (note) return [{ ...whole, wide: [whole.link, alarm(whole.found), ` · ${note}`] }];
+      const parts = rows.flatMap((one) => {
+        const address = `${episode}-sequence-${one.sequence}`;
+        const turns = one.turns.map((turn) => row("leaf", `turn ${turn.number}`, `${address}-turn-${turn.turn}`, [{ ...turn, row: one.row }]));
+        return [...(rows.length > 1 ? [row("sequence", `sequence ${one.sequence}`, address, [one])] : []), ...(turns.length > 1 ? turns : [])];
+      });
+      return [whole, ...parts];
+    });
+    const column = (name, cell, kind = "", width = 92) => ({ name, kind: `.number${kind}`, width: [width, 0], cell });
+    const judged = (told, row) => h(`span${isOff(row) ? ".off" : ""}`, {}, told);
+    this.table.columns = [
+      { name: "Episode, sequence, turn", kind: ".name", width: [170, 1], cell: ({ link, found }) => [link, alarm(found)] },
+      column("Tokens", ({ tokens }) => count(tokens)),
+      column("Σ|A|", ({ abs }) => number(abs)),
+      column("your loss", (row) => judged(number(row.yours), row)),
+      column("exact", ({ exact }) => number(exact), ".exact"),
+      column("ratio", (row) => judged(row.exact ? `${number(row.yours / row.exact, 3)}×` : "–", row)),
+      ...(this.compares.checked ? losses : []).map(({ names, weights, reductions }) =>
+        column(names.map((name) => h("span.loss", {}, name)), ({ parts, exact }) => {
+          const yours = sum(parts, (part) => part.abs * weights[part.row] * reductions[part.row]);
+          return judged(number(yours), { yours, exact });
+        }, ".trainer", 140),
+      ),
+    ];
+    this.judge(rows.filter(({ kind, wide }) => kind === "group" && !wide));
+    this.table.fill(rows);
   }
 
-  /** What the trainer's loss makes of parts, by the file's weights if it has any, and what is exact. */
-  amounts(parts) {
-    const sum = (value) => parts.reduce((total, part) => total + value(part), 0);
-    const { weights, reductions } = this.own;
-    return [sum((part) => (part.recorded ?? part.abs * weights[part.row]) * reductions[part.row]), sum((part) => part.abs * this.exact[part.row])];
-  }
-
-  /** Say in one line whether each episode has the credit that it should. */
-  judge() {
-    const audit = this.audits[this.at];
-    const trained = audit.episodes.filter((episode) => episode.rows.length);
-    const off = trained.filter((episode) => isOff(...this.amounts(episode.rows)));
-    const found = trained.filter((episode) => this.index.episodes[episode.episode].found);
-    const bad = off.length > 0 || found.length > 0;
+  /** Say in one line whether each of the trained episodes has the credit that it should. */
+  judge(trained) {
+    const { recorded, trainer } = this.audit;
+    const off = trained.filter(isOff);
+    const found = trained.filter(({ found }) => found);
     const told = [];
-    const isFlat = trained.length && trained.every((episode) => episode.rows.every((row) => row.abs === 0));
-    if (isFlat) told.push("This group is flat: each advantage is 0, so nothing is learned from it");
+    if (trained.length && trained.every(({ abs }) => abs === 0)) told.push("This group is flat: each advantage is 0, so nothing is learned from it");
     else if (off.length) told.push(`${counted(off.length, "episode")} of ${count(trained.length)} ${off.length === 1 ? "is" : "are"} not exact with your loss`);
-    else if (audit.recorded) told.push(`${trained.length === 1 ? "The episode" : `All ${count(trained.length)} episodes`}: exact with your loss`);
+    else if (recorded) told.push(`${trained.length === 1 ? "The episode" : `All ${count(trained.length)} episodes`}: exact with your loss`);
     else told.push("The file has no weights: the columns show those that make your loss exact");
-    if (off.length && !audit.trainer) told.push("the file's weights are those of none of these losses in one micro-batch: choose yours");
+    if (off.length && !trainer) told.push("the file's weights are those of none of these losses in one micro-batch: choose yours");
     if (found.length) told.push(`the doctor found something in ${counted(found.length, "episode")} (⚑)`);
     this.verdict.textContent = `${told.join("; ")}.`;
-    this.verdict.className = bad ? "verdict bad" : audit.recorded ? "verdict good" : "verdict";
-  }
-
-  cells(row) {
-    const name = [".name", h("a", { href: row.link }, row.label), row.found ? h("span.alarm", {}, ` ⚑ ${count(row.found)}`) : ""];
-    if (row.note) return [name, [".wide", row.note]];
-    const sum = (value) => row.parts.reduce((total, part) => total + value(part), 0);
-    const [yours, exact] = this.amounts(row.parts);
-    const [, measure] = MEASURES[this.measure.value];
-    const off = isOff(yours, exact) ? ".off" : "";
-    return [
-      name,
-      [".number", count(sum((part) => part.tokens))],
-      [".number", number(sum((part) => part.abs))],
-      [`.number${off}`, number(yours)],
-      [".number.exact", number(exact)],
-      [`.number${off}`, exact ? `${number(yours / exact, 3)}×` : "–"],
-      ...this.others.map((loss) => {
-        const value = sum((part) => measure(part.abs, loss.weights[part.row], loss.reductions[part.row]));
-        const differs = this.measure.value !== "receives" && isOff(value, exact);
-        return [`.number.trainer${differs ? ".off" : ""}`, number(value)];
-      }),
-    ];
+    this.verdict.className = `verdict ${off.length || found.length ? "bad" : recorded ? "good" : ""}`;
   }
 }
 
@@ -316,13 +279,15 @@ export class Drift {
   constructor({ index }) {
     const { drift } = index;
     const side = (tokens) => tokens.map(([id, text]) => h("span.token", {}, h("span.t", {}, visible(text)), h("span.id", {}, String(id))));
-    const table = new Table("Drift", 62, (row) => [
-      [".name", h("a", { href: `#episode-${row.episode}-sequence-${row.sequence}-token-${row.position}` }, `${index.episodes[row.episode].id}, token ${count(row.position)}`)],
-      ["", row.cause],
-      [".side", ...side(row.recorded)],
-      [".side", ...side(row.again)],
-    ]);
-    table.head([[".name", "Where"], ["", "Cause"], [".side", "Sampled or sent"], [".side", "Encoded again"]]);
+    const where = ({ episode, sequence, position }) =>
+      h("a", { href: `#episode-${episode}-sequence-${sequence}-token-${position}` }, `${index.episodes[episode].id}, token ${count(position)}`);
+    const columns = [
+      { name: "Where", kind: ".name", width: [170, 1], cell: where },
+      { name: "Cause", width: [90, 0], cell: ({ cause }) => cause },
+      { name: "Sampled or sent", kind: ".side", width: [200, 2], cell: ({ recorded }) => side(recorded) },
+      { name: "Encoded again", kind: ".side", width: [200, 2], cell: ({ again }) => side(again) },
+    ];
+    const table = new Table("Drift", columns, 62);
     const share = number((100 * drift.tokens) / Math.max(1, drift.all), 2);
     const differ = counted(drift.rows.length, "stretch differs", "stretches differ");
     const summary = `${differ}; ${count(drift.tokens)} of ${counted(drift.all, "token")} (${share}%) in ${counted(drift.sequences, "sequence")}. ${drift.cut ? `The first ${count(drift.rows.length)} are listed.` : ""}`;
@@ -332,6 +297,6 @@ export class Drift {
       h("p.caption", {}, summary),
       drift.rows.length ? table.viewport : h("p.empty", {}, "Encoding the text again gives the very same tokens."),
     );
-    this.open = () => table.show(drift.rows);
+    this.open = () => table.fill(drift.rows);
   }
 }

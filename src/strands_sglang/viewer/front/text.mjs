@@ -15,21 +15,16 @@ const JOINER = "\u200d"; // harmless in prose, where it joins the parts of emoji
 const SIGNED = new RegExp(`([\\0-\\x20\\xa0${JOINER}${HIDDEN}])\\1*`, "gu");
 const UNSAFE = new RegExp(`[\\0-\\x08\\x0b-\\x1f${HIDDEN}]`, "gu");
 
-/** Return U+ notation, such as U+202E. */
-export function codePoint(code) {
-  return "U+" + code.toString(16).toUpperCase().padStart(4, "0");
-}
-
 /** The sign of a character; of one that Python's surrogateescape made, the byte that is not UTF-8. */
 function sign(character) {
   const code = character.codePointAt(0);
   if (code < 0x20) return NAMED.get(code) ?? String.fromCodePoint(0x2400 + code);
   const isByte = code >= 0xdc80 && code <= 0xdcff;
-  return NAMED.get(code) ?? `⟨${isByte ? hex(code - 0xdc00) : codePoint(code)}⟩`;
+  return NAMED.get(code) ?? `⟨${isByte ? hex(code - 0xdc00) : `U+${hex(code, 4)}`}⟩`;
 }
 
-function hex(byte) {
-  return byte.toString(16).toUpperCase().padStart(2, "0");
+function hex(code, digits = 2) {
+  return code.toString(16).toUpperCase().padStart(digits, "0");
 }
 
 /** Return text in which everything can be seen; runs of nine or more equal blanks are counted instead. */
@@ -92,7 +87,7 @@ export class Vocabulary {
       let shown;
       if (text === null || text === undefined) shown = `⟨${this.ids[index]}⟩`;
       else if (typeof text === "string") shown = text === "" ? "∅" : visible(text);
-      else shown = "⟨" + text.map(hex).join(" ") + "⟩";
+      else shown = "⟨" + text.map((byte) => hex(byte)).join(" ") + "⟩";
       known = { shown, width: columns(shown), ends: typeof text === "string" && text.includes("\n") };
       this.cache[index] = known;
     }

@@ -1,6 +1,6 @@
 // The turns of an episode as a tree: agents apart, forks indented, a turn that extends the one above not.
 
-import { count, counted, h, seconds } from "./dom.mjs";
+import { count, counted, h, number } from "./dom.mjs";
 
 const ID = /^[0-9a-f-]{32,36}$/;
 
@@ -37,21 +37,16 @@ const STATES = {
 
 /** The words for what a turn is, the most telling first. */
 export function marks(turn) {
-  const words = [turn.branching];
-  if (turn.auxiliary) words.push("auxiliary");
-  if (turn.status) words.push(turn.status);
-  if (turn.resumed) words.push("resumed");
-  if (turn.constrained) words.push("constrained");
-  if (turn.clamped && turn.finish === "length") words.push("context full");
-  if (turn.waits) words.push("waits to resume");
-  return words;
-}
-
-/** Why a turn extends, forks or opens a sequence, in the words of the page. */
-export function why(turn) {
-  return (turn.reason || "no reason recorded")
-    .replace(/\bcall (?=\d)/g, "turn ")
-    .replace(/(\d+) new message\(s\)/, (_, many) => counted(Number(many), "new message"));
+  const words = [
+    turn.branching,
+    turn.auxiliary && "auxiliary",
+    turn.status,
+    turn.resumed && "resumed",
+    turn.constrained && "constrained",
+    turn.clamped && turn.finish === "length" && "context full",
+    turn.waits && "waits to resume",
+  ];
+  return words.filter(Boolean);
 }
 
 /** What is said up to a turn, its answer included. */
@@ -68,7 +63,7 @@ function path(turns, at) {
  *     first part that differs; null if the turn was not compared, or differs in something else
  */
 export function difference(turns, at) {
-  const other = Number(/compared with call (\d+)/.exec(turns[at].reason)?.[1] ?? NaN);
+  const other = Number(/compared with turn (\d+)/.exec(turns[at].reason)?.[1]);
   const compared = turns.findIndex((turn) => turn.number === other);
   if (compared < 0) return null;
   const [recorded, sent] = [path(turns, compared), path(turns, at)];
@@ -101,12 +96,9 @@ export function treeRows(turns) {
   const children = turns.map(() => []);
   const roots = new Map();
   turns.forEach((turn, i) => {
-    if (turn.parent !== null && turn.parent !== undefined) children[turn.parent].push(i);
-    else {
-      const agent = turn.agent ?? "";
-      if (!roots.has(agent)) roots.set(agent, []);
-      roots.get(agent).push(i);
-    }
+    const agent = turn.agent ?? "";
+    if (turn.parent !== null) children[turn.parent].push(i);
+    else roots.set(agent, [...(roots.get(agent) ?? []), i]);
   });
   const rows = [];
   let unnamed = 0;
@@ -118,37 +110,36 @@ export function treeRows(turns) {
       const { turn, depth } = open.pop();
       rows.push({ turn, depth });
       const next = children[turn];
-      for (let k = next.length - 1; k >= 0; k--) open.push({ turn: next[k], depth: depth + (next.length > 1 ? 1 : 0) });
+      open.push(...next.map((one) => ({ turn: one, depth: depth + (next.length > 1) })).reverse());
     }
   }
   return rows;
 }
 
 /** One row of the tree. */
-export function treeRow(row, turns, { current, found, choose }) {
+export function treeRow(row, turns, { found, choose }) {
   if (row.agent !== undefined) return h("div.agent", { title: row.agent }, row.name);
   const turn = turns[row.turn];
-  const figures = [`${count(turn.prompt[1] - turn.prompt[0])} + ${counted(turn.sampled[1] - turn.sampled[0], "token")}`];
-  if (turn.seconds !== null && turn.seconds !== undefined) figures.push(seconds(turn.seconds));
-  if (turn.cached !== null && turn.cached !== undefined && turn.asked) {
-    figures.push(`cache ${Math.round((100 * turn.cached) / turn.asked)}%`);
-  }
-  if (turn.reward !== null && turn.reward !== undefined) figures.push(`reward ${turn.reward}`);
-  const isChosen = row.turn === current;
-  const words = marks(turn).filter((word) => !why(turn).startsWith(word));
+  const alarms = found.get(turn.number);
+  const figures = [
+    `${count(turn.prompt[1] - turn.prompt[0])} + ${counted(turn.sampled[1] - turn.sampled[0], "token")}`,
+    turn.seconds !== null && `${number(turn.seconds, 3)} s`,
+    turn.cached !== null && turn.asked && `cache ${Math.round((100 * turn.cached) / turn.asked)}%`,
+    turn.reward !== null && `reward ${turn.reward}`,
+  ];
+  const words = marks(turn).filter((word) => !turn.reason.startsWith(word));
   const button = h(
-    `button.turn.${turn.status || "known"}${isChosen ? ".chosen" : ""}`,
-    { type: "button", onclick: () => choose(row.turn), "aria-current": isChosen ? "true" : null, tabindex: isChosen ? 0 : -1 },
+    `button.turn.${turn.status}`,
+    { type: "button", onclick: () => choose(row.turn), "data-turn": row.turn, tabindex: -1 },
     h("span.sign", { "aria-hidden": "true" }, sign(turn)),
     h(
       "span.lines",
       {},
-      h("span", {}, [h("b", {}, `Turn ${turn.number}`), ...words].flatMap((word, i) => (i ? [" · ", word] : [word])), found ? h("span.alarm", {}, ` ⚑ ${found}`) : null),
-      h("span.why", {}, [why(turn), turn.note, turn.failure].filter(Boolean).join(" — ")),
-      h("span.figures", {}, figures.join(" · ")),
+      h("span", {}, h("b", {}, `Turn ${turn.number}`), ...words.map((word) => ` · ${word}`), alarms && h("span.alarm", {}, ` ⚑ ${alarms}`)),
+      h("span.why", {}, [turn.reason, turn.note, turn.failure].filter(Boolean).join(" — ")),
+      h("span.figures", {}, figures.filter(Boolean).join(" · ")),
     ),
   );
-  const holder = h("div.branch", {}, button);
-  holder.style.paddingLeft = `${Math.min(row.depth, 8) * 12}px`;
-  return holder;
+  button.style.paddingLeft = `${10 + Math.min(row.depth, 8) * 12}px`;
+  return button;
 }
