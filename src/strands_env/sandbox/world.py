@@ -543,8 +543,9 @@ class World:
         finally:
             close()
         answer = await self._end(number, FILE_S)
-        if answer["ended"] != "exited" or answer["code"] < 0:
-            raise SandboxError(f"the world did not {request['do']} {request['path']}: {answer['ended']}")
+        if answer["ended"] != "exited" or answer["code"] < 0:  # programs can cause both
+            why = f"a program or a limit of the world ended this: {answer['ended']}"
+            raise OSError(errno.EINTR, why, request["path"])
         if answer["code"] != 0:
             raise OSError(answer["code"], os.strerror(answer["code"]), request["path"])
 

@@ -233,6 +233,23 @@ async def test_a_file_that_cannot_be_reached_is_the_error_of_open(world, tmp_pat
     assert (await world.execute("echo usable")).stdout == b"usable\n"
 
 
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+async def test_a_program_that_ends_or_stops_a_file_operation_makes_it_fail_as_any_other(world, how):
+    code = f"""if 1:
+        import os, signal
+        signal.alarm(2)
+        while True:
+            try: os.kill(-1, signal.{how})
+            except ProcessLookupError: pass
+    """
+    await world.execute(["sh", "-c", '(sleep 1000 &); python3 -c "$0" &', code])
+    with pytest.raises(InterruptedError, match="a program or a limit of the world"):
+        while True:
+            await asyncio.wait_for(world.write("/file", b"content"), 60)
+    while (await world.execute("echo alive", timeout_s=1)).stdout != b"alive\n":
+        pass
+
+
 async def test_a_file_of_twenty_gigabytes_is_not_read(world, tmp_path):
     async with World(limits=replace(SMALL, disk_bytes=1 << 40)) as large:
         await large.execute("truncate -s 20G /big")

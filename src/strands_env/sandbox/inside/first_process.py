@@ -106,12 +106,13 @@ def _map_users(pid: int, users: list[int]) -> None:
 
 @dataclass
 class Running:
-    """A program or a file operation: its number, its process, when it must end, and which limit it exceeded."""
+    """A program or a file operation: its number, its process, when it must end, which, and which limit it exceeded."""
 
     number: int
     pid: int
     pidfd: int
     deadline: float
+    is_program: bool
     ended: str | None = None
 
 
@@ -208,7 +209,7 @@ class FirstProcess:
         for file in files:
             os.close(file)
         deadline = time.monotonic() + request["timeout_s"]
-        started = Running(request["number"], pid, os.pidfd_open(pid), deadline)
+        started = Running(request["number"], pid, os.pidfd_open(pid), deadline, request["do"] == "execute")
         self._running[pid] = started
         self._events.register(started.pidfd, select.POLLIN)
         self._disk.allow_what_is_there()
@@ -218,9 +219,14 @@ class FirstProcess:
         """Collect ended processes, and report programs that ended."""
         with contextlib.suppress(ChildProcessError):
             while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
                 if pid == 0:
                     break
+                if os.WIFSTOPPED(status):
+                    stopped = self._running.get(pid)
+                    if stopped is not None and not stopped.is_program:  # if it went on, programs could stop it again
+                        os.kill(pid, signal.SIGKILL)
+                    continue
                 ended = self._running.pop(pid, None)
                 if ended is None:
                     continue
