@@ -194,6 +194,7 @@ class World:
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._outputs: set[_Output] = set()
         self._stopping: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()  # while it starts, stops or continues on a snapshot
         self._control: socket.socket | None = None
         self._own: Layer | None = None
         self._was_started = False
@@ -221,8 +222,9 @@ class World:
         self._was_started = True
         self._loop = asyncio.get_running_loop()
         try:
-            self._own = await _in_thread(_first_layer)
-            await self._launch()
+            async with self._changing:
+                self._own = await _in_thread(_first_layer)
+                await self._launch()
         except OSError as error:
             await self.stop()
             raise SandboxError(f"a world could not be started: {error}") from error
@@ -234,9 +236,7 @@ class World:
     async def _launch(self) -> None:
         """Start the first process on the image's layers and the world's own."""
         assert self._own is not None
-        layers = [self._own.name, *(layer.name for layer in self.image.layers)]
-        if sum(len(name) + 3 for name in layers) > OPTIONS_BYTES:
-            raise SandboxError(f"the kernel does not mount {len(layers)} layers at once: begin with a shorter history")
+        layers = _names((self._own, *self.image.layers))
         if len(layers) == 1:
             layers.append(EMPTY_LAYER)
         shown = (*(SYSTEM if self.image.shows_machine else ()), *self._visible)
@@ -269,6 +269,10 @@ class World:
         await asyncio.shield(self._stop())
 
     async def _stop(self) -> None:
+        async with self._changing:
+            await self._discard()
+
+    async def _discard(self) -> None:
         await self._end_processes()
         self.image = replace(self.image, layers=())  # lets go of them
         own, self._own = self._own, None
@@ -430,20 +434,19 @@ class World:
             "environment": dict(env or {}),
             "privileges": privileges,
         }
-        try:
-            stdout = _Output(self._loop, "stdout", self.limits.output_bytes, on_output)
-            stderr = stdout if is_merged else _Output(self._loop, "stderr", self.limits.output_bytes, on_output)
-            given = _in_memory(stdin)
-        except OSError as error:
-            raise SandboxError(f"a program could not be started: {error}") from error
-        outputs = {stdout, stderr}
-        self._outputs |= outputs
-        try:
-            number = await self._begin(request, (given, stdout.writes, stderr.writes), timeout_s)
-        finally:
-            os.close(given)
-            for output in outputs:
-                output.close_writes()
+        outputs: list[_Output] = []
+        streams: tuple[Stream, ...] = ("stdout",) if is_merged else ("stdout", "stderr")
+        with contextlib.ExitStack() as given:
+            try:
+                for stream in streams:
+                    outputs.append(_Output(self._loop, stream, self.limits.output_bytes, on_output))
+                    given.callback(outputs[-1].close_writes)
+                files = (_in_memory(stdin), outputs[0].writes, outputs[-1].writes)
+                given.callback(os.close, files[0])
+            except OSError as error:
+                raise SandboxError(f"a program could not be started: {error}") from error
+            self._outputs.update(outputs)
+            number = await self._begin(request, files, timeout_s)
         for output in outputs:
             output.when_full = lambda: self._stop_soon(number)
         try:
@@ -452,8 +455,8 @@ class World:
             self._outputs -= {output for output in outputs if output.is_drained()}
         ended: Ended = "output" if any(output.is_full for output in outputs) else answer["ended"]
         return Execution(
-            stdout=bytes(stdout.data),
-            stderr=b"" if is_merged else bytes(stderr.data),
+            stdout=bytes(outputs[0].data),
+            stderr=b"" if is_merged else bytes(outputs[1].data),
             ended=ended,
             exit_code=answer["code"] if ended == "exited" else None,
         )
@@ -563,25 +566,32 @@ class World:
         Raises:
             SandboxError: The world is not running, or a program runs that would be ended.
         """
-        if self._own is None or self._control is None:
-            raise SandboxError("the world is not running")
         if keep_programs:
             copy = await _in_thread(new_layer)
             target = os.open(copy.path / "u", os.O_RDONLY | os.O_DIRECTORY)
-            await self._with_file({"do": "copy", "path": "its files"}, target, functools.partial(os.close, target))
+            try:
+                await self._with_file({"do": "copy", "path": "its files"}, target, functools.partial(os.close, target))
+            except BaseException:
+                await _in_thread(copy.discard)
+                raise
             return replace(self.image, layers=(copy, *self.image.layers))
-        if self._waiting:
-            raise SandboxError("a program is running: wait for it, or pass keep_programs=True")
-        following = await _in_thread(new_layer)
-        await self._end_processes()
-        self.image = replace(self.image, layers=(self._own, *self.image.layers))
-        self._own = following
-        try:
-            await self._launch()
-        except BaseException:
-            await self.stop()
-            raise
-        return self.image
+        async with self._changing:
+            following = await _in_thread(new_layer)
+            if self._own is None or self._control is None:
+                raise SandboxError("the world is not running")
+            if self._waiting:
+                raise SandboxError("a program is running: wait for it, or pass keep_programs=True")
+            layers = (self._own, *self.image.layers)
+            _names((following, *layers))
+            await self._end_processes()
+            self.image = replace(self.image, layers=layers)
+            self._own = following
+            try:
+                await self._launch()
+            except BaseException:
+                await asyncio.shield(self._discard())
+                raise
+            return self.image
 
     async def fork(self, count: int = 1, *, keep_programs: bool = False) -> list[World]:
         """Start worlds with the files, limits and settings of this one; processes are not copied.
@@ -675,6 +685,14 @@ class _Output:
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+
+
+def _names(layers: Sequence[Layer]) -> list[str]:
+    """Return the names of layers, if the kernel mounts so many."""
+    names = [layer.name for layer in layers]
+    if sum(len(name) + 3 for name in names) > OPTIONS_BYTES:
+        raise SandboxError(f"the kernel does not mount {len(names)} layers at once: begin with a shorter history")
+    return names
 
 
 def _first_layer() -> Layer:

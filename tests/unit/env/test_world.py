@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -66,6 +67,18 @@ async def test_a_program_has_its_user_folder_variables_and_input(world):
 
 async def test_a_program_may_be_a_list_without_a_shell(world):
     assert (await world.execute(["echo", "$HOME", "a b"])).stdout == b"$HOME a b\n"
+
+
+async def test_a_program_without_free_descriptors_for_its_output_leaves_none_open(world):
+    before = len(os.listdir("/proc/self/fd"))
+    kept = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for more in range(2, 7):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + more, kept[1]))
+        with contextlib.suppress(SandboxError):
+            await world.execute("true")
+        resource.setrlimit(resource.RLIMIT_NOFILE, kept)
+    await world.execute("true")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def test_output_comes_while_the_program_runs(world):
@@ -377,6 +390,29 @@ async def test_a_snapshot_ends_programs_only_if_none_is_waited_for(world):
     started.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await started
+
+
+@pytest.mark.parametrize("keep_programs", [False, True])
+@pytest.mark.parametrize("pauses", range(5))
+async def test_a_world_may_be_stopped_while_its_snapshot_is_taken(world, keep_programs, pauses):
+    taking = asyncio.ensure_future(world.snapshot(keep_programs=keep_programs))
+    for _ in range(pauses):
+        await asyncio.sleep(0)
+    stopping = asyncio.gather(world.stop(), world.stop())
+    with contextlib.suppress(SandboxError):
+        await taking
+    await stopping
+    with pytest.raises(SandboxError, match="not running"):
+        await world.execute("true")
+
+
+async def test_a_snapshot_that_the_kernel_could_not_mount_is_refused_and_the_world_goes_on(world, monkeypatch):
+    monkeypatch.setattr("strands_env.sandbox.world.OPTIONS_BYTES", 30)
+    await world.snapshot()
+    await world.execute("(sleep 1000 &); echo kept > /tmp/file")
+    with pytest.raises(SandboxError, match="does not mount 3 layers"):
+        await world.snapshot()
+    assert (await world.execute("cat /tmp/file; grep -h sleep /proc/[0-9]*/comm")).stdout == b"kept\nsleep\n"
 
 
 async def test_many_snapshots_one_above_the_other(world):
