@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import functools
 import itertools
 import json
@@ -38,6 +39,7 @@ GRACE_S = 15.0  # most time beyond its limit that a program may take to end
 FILE_S = 600.0
 MOST_S = 1e9
 CHUNK = 1 << 16
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 OPTIONS_BYTES = 4_000  # of a mount: a page
 FIRST_FILES: Mapping[str, str] = {
     "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
@@ -714,10 +716,11 @@ def _start(config: dict[str, Any], control: socket.socket) -> None:
 
 
 def _in_memory(content: bytes) -> int:
-    file = os.memfd_create("input", os.MFD_CLOEXEC)
+    file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(file, "wb", closefd=False) as writes:
         writes.write(content)
     os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
     return file
 
 

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -132,6 +133,50 @@ async def test_a_program_over_a_limit_is_ended_and_its_neighbors_go_on(world, li
         assert (await neighbor).stdout == b"done\n"
     await world.execute("kill -9 -1")
     assert (await world.execute("rm -f /tmp/*; echo usable")).stdout == b"usable\n"
+
+
+async def test_files_in_memory_go_with_what_exceeded_it(world):
+    fill = "head -c 30000000 /dev/zero > /dev/shm/$n || break"
+    ran = await world.execute(f"for n in $(seq 9); do {fill}; done; {LIMITS['memory']}")
+    assert ran.ended == "memory"
+    ran = await world.execute("ls /dev/shm; sleep 0.2; echo usable > /dev/shm/file; cat /dev/shm/file")
+    assert ran.stdout == b"usable\n"
+
+
+async def test_the_names_of_a_file_count_once(world, folder):
+    (folder / "of the machine").write_bytes(bytes(40 << 20))  # so that the world's own files are counted
+    ran = await world.execute(
+        "head -c 20000000 /dev/zero > /tmp/a; for n in 1 2 3 4 5; do ln /tmp/a /tmp/$n; done; sleep 0.3; "
+        "head -c 5000000 /dev/zero > /tmp/b; sleep 0.3"
+    )
+    assert ran.ended == "exited"
+
+
+async def test_sockets_of_the_machine_are_not_those_of_a_world():
+    with contextlib.ExitStack() as kept:
+        for _ in range(300):
+            for end in socket.socketpair():
+                kept.enter_context(end)
+        async with World(limits=replace(SMALL, memory_bytes=100 << 20), network="host") as world:
+            assert (await world.execute("sleep 0.3; echo on")).output == "on\n"
+
+
+FASTER = {
+    "space without writing": (
+        "os.posix_fallocate(os.open('/tmp/x', 66), 0, 4096), libc.fallocate(3, 0, 0, 9)",
+        "None -1",
+    ),
+    "its input": ("os.ftruncate(0, 1 << 20)", "PermissionError"),
+    "the first process": ("os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))", "PermissionError"),
+    "its priority": ("os.setpriority(os.PRIO_PROCESS, 1, 19)", "PermissionError"),
+}
+
+
+@pytest.mark.parametrize("way", FASTER)
+async def test_nothing_is_taken_faster_than_it_is_counted(world, way):
+    code, outcome = FASTER[way]
+    ran = await world.execute(["python3", "-c", f"import ctypes, os; libc = ctypes.CDLL(None); print({code})"])
+    assert outcome in ran.output
 
 
 async def test_inodes_are_limited(world):

@@ -36,6 +36,7 @@ ROUNDS = 50  # most attempts to end a tree of processes
 CHUNK = 1 << 20
 MOST_DESCRIPTORS = 1 << 16
 ENTRIES_PER_CHECK = 20_000
+INODE_BYTES = 1024  # of a file in memory, beside its content
 # What Docker leaves to root, but CAP_NET_RAW, whose buffers are not counted: no CAP_SYS_ADMIN, CAP_NET_ADMIN, ...
 CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31})
 LAST_CAPABILITY = 63
@@ -158,6 +159,7 @@ class FirstProcess:
         for name, value in (
             ("user/max_user_namespaces", 0),  # nested, they would give all capabilities back
             ("kernel/shmall", self._limits["memory_bytes"] >> 12),
+            ("kernel/shm_rmid_forced", 1),  # segments end with their programs
             ("kernel/msgmni", 32),
             ("kernel/sem", "32 1024 32 32"),
             ("user/max_inotify_instances", 64),  # which the kernel also counts for the owner
@@ -165,7 +167,7 @@ class FirstProcess:
             _write(f"/proc/sys/{name}", str(value))
         file_system.protect_settings()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # programs may not look into this process
-        return upper, OfNamespace()
+        return upper, OfNamespace(file_system.SHARED_MEMORY, has_network=self._config["network"] != "host")
 
     def close(self) -> None:
         """End all programs; those of a namespace end with its first process."""
@@ -251,19 +253,20 @@ class FirstProcess:
             for one in self._running.values():
                 one.ended = exceeded
             self._end_all()
+            if exceeded == "memory":
+                self._empty_memory()
         self._next_check = time.monotonic() + (POLL_S if self._running else BACKGROUND_POLL_S)
 
     def _exceeded_limit(self, pids: list[int]) -> str | None:
         if len(pids) > self._limits["processes"]:
             return "processes"
-        used = self._members.usage(pids, time.monotonic() + 1.0)
+        elsewhere = self._elsewhere()
+        used = self._members.usage(pids, time.monotonic() + 1.0, elsewhere.size)
         if used.threads > self._limits["processes"]:
             return "processes"
         if used.memory > self._limits["memory_bytes"]:
             return "memory"
-        elsewhere = self._elsewhere()
-        is_full = self._disk.is_full(Space(used.unnamed + elsewhere.size, elsewhere.files))
-        return "disk" if is_full else None
+        return "disk" if self._disk.is_full(Space(used.unnamed, elsewhere.files)) else None
 
     def _end(self, one: Running, why: str) -> None:
         """End a program with its whole tree."""
@@ -286,9 +289,16 @@ class FirstProcess:
             os.kill(-1, signal.SIGKILL)  # at once: a fork bomb is faster than a loop over its processes
 
     def _elsewhere(self) -> Space:
-        """Return what programs have in memory that is a file, apart from their own layer."""
+        """Return the size and the number of the programs' files in memory."""
         state = os.statvfs(file_system.SHARED_MEMORY)
-        return Space((state.f_blocks - state.f_bfree) * state.f_frsize, 0)
+        files = state.f_files - state.f_ffree
+        return Space((state.f_blocks - state.f_bfree) * state.f_frsize + files * INODE_BYTES, 0)
+
+    def _empty_memory(self) -> None:
+        """Remove the programs' files in memory, which later programs would also exceed the limit with."""
+        os.chdir(file_system.SHARED_MEMORY)
+        kernel.unmount_here()
+        file_system.mount_shared_memory(self._limits["memory_bytes"])
 
     # --- programs ---
 
@@ -543,6 +553,7 @@ class Disk:
 def _measured(folder: int) -> Iterator[Space]:
     """Yield the size in bytes and the number of the files in a folder, each time including the next one."""
     size = files = 0
+    linked = set()  # files with several names
     left = ["."]
     while left:
         path = left.pop()
@@ -555,7 +566,11 @@ def _measured(folder: int) -> Iterator[Space]:
         with os.scandir(opened) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    state = entry.stat(follow_symlinks=False)
+                    if state.st_ino not in linked:
+                        size += state.st_blocks * 512
+                    if state.st_nlink > 1 and not stat.S_ISDIR(state.st_mode):
+                        linked.add(state.st_ino)
                 files += 1
                 if entry.is_dir(follow_symlinks=False):
                     left.append(f"{path}/{entry.name}")
