@@ -56,8 +56,9 @@ class SandboxLimits:
     Attributes:
         wall_s: Wall-clock time in seconds of a program, unless `execute` gets another.
         cpu_s: CPU time in seconds, per process.
-        memory_bytes: Memory of all processes together in bytes: their pages, page tables, shared memory, pipes and
-            sockets, the last two counted as full. It is measured 20 times a second while programs run.
+        memory_bytes: Memory of all processes together in bytes: their pages, page tables, shared memory, files in
+            /dev/shm, pipes and sockets, the last two counted as full. It is measured 20 times a second while you wait
+            for a program, and twice a second while others run in the background.
         address_space_bytes: Address space in bytes, per process; None for no limit. Beyond it, Python raises
             `MemoryError`.
         disk_bytes: Size in bytes of all files that programs change or make, and of the largest one.
@@ -478,7 +479,8 @@ class World:
             max_bytes: Size in bytes beyond which the file is not read.
 
         Raises:
-            OSError: It does not exist, is no file or is too large (`EFBIG`), as for `open`.
+            OSError: It does not exist, is no file or is too large (`EFBIG`), as for `open`; or a program of the world
+                ended this (`EINTR`), as for `write`, `put` and `get`.
             SandboxError: The world is not running, or does not answer.
         """
         content = _Output(self._loop, "stdout", max_bytes + 1, None)
