@@ -747,6 +747,7 @@ def _unpack(pipe: int, target: str, most: int) -> None:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             archive.extraction_filter = unchanged
             for member in archive:
+                archive.members.clear()  # type: ignore[attr-defined] # a million of them would fill the memory
                 left -= member.size
                 if left < 0:
                     raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), target)

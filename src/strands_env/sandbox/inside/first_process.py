@@ -22,6 +22,7 @@ import stat
 import struct
 import tarfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -465,6 +466,8 @@ def _write_file(request: dict[str, Any]) -> None:
 
 def _pack(request: dict[str, Any]) -> None:
     with os.fdopen(0, "wb") as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
+        # A million of them would fill the memory.
+        archive.members = deque(maxlen=0)  # type: ignore[attr-defined]
         archive.add(request["path"], arcname=request["name"])
 
 
@@ -554,9 +557,9 @@ def _measured(folder: int) -> Iterator[Space]:
     """Yield the size in bytes and the number of the files in a folder, each time including the next one."""
     size = files = 0
     linked = set()  # files with several names
-    left = ["."]
+    left = [(".", ".")]  # not whole paths: a million of the longest would fill the memory
     while left:
-        path = left.pop()
+        path = "/".join(left.pop())
         try:
             opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
         except OSError as error:
@@ -573,7 +576,7 @@ def _measured(folder: int) -> Iterator[Space]:
                         linked.add(state.st_ino)
                 files += 1
                 if entry.is_dir(follow_symlinks=False):
-                    left.append(f"{path}/{entry.name}")
+                    left.append((path, entry.name))
                 yield Space(size, files)
         os.close(opened)
 
