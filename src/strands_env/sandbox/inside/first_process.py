@@ -160,7 +160,6 @@ class FirstProcess:
         for name, value in (
             ("user/max_user_namespaces", 0),  # nested, they would give all capabilities back
             ("kernel/shmall", self._limits["memory_bytes"] >> 12),
-            ("kernel/shm_rmid_forced", 1),  # segments end with their programs
             ("kernel/msgmni", 32),
             ("kernel/sem", "32 1024 32 32"),
             ("user/max_inotify_instances", 64),  # which the kernel also counts for the owner
@@ -296,7 +295,10 @@ class FirstProcess:
         return Space((state.f_blocks - state.f_bfree) * state.f_frsize + files * INODE_BYTES, 0)
 
     def _empty_memory(self) -> None:
-        """Remove the programs' files in memory, which later programs would also exceed the limit with."""
+        """Remove what is in memory without a program, with which later ones would also exceed the limit."""
+        with open("/proc/sysvipc/shm") as segments:
+            for line in itertools.islice(segments, 1, None):
+                kernel.remove_segment(int(line.split()[1]))
         os.chdir(file_system.SHARED_MEMORY)
         kernel.unmount_here()
         file_system.mount_shared_memory(self._limits["memory_bytes"])

@@ -70,6 +70,11 @@ def unmount_here() -> None:
     os.chdir("/")
 
 
+def remove_segment(number: int) -> None:
+    """Remove a segment of System V shared memory, when no process has it any more."""
+    _libc.shmctl(number, 0, None)
+
+
 def prctl(option: int, value: int) -> None:
     """Set an attribute of this process."""
     _checked(
