@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import functools
 import itertools
 import json
@@ -40,6 +41,7 @@ GRACE_S = 15.0  # most time beyond its limit that a program may take to end
 FILE_S = 600.0
 MOST_S = 1e9
 CHUNK = 1 << 16
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 OPTIONS_BYTES = 4_000  # of a mount: a page
 FIRST_FILES: Mapping[str, str] = {
     "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
@@ -57,8 +59,9 @@ class SandboxLimits:
     Attributes:
         wall_s: Wall-clock time in seconds of a program, unless `execute` gets another.
         cpu_s: CPU time in seconds, per process.
-        memory_bytes: Memory of all processes together in bytes: their pages, page tables, shared memory, pipes and
-            sockets, the last two counted as full. It is measured 20 times a second while programs run.
+        memory_bytes: Memory of all processes together in bytes: their pages, page tables, shared memory, files in
+            /dev/shm, pipes and sockets, the last two counted as full. It is measured 20 times a second while you wait
+            for a program, and twice a second while others run in the background.
         address_space_bytes: Address space in bytes, per process; None for no limit. Beyond it, Python raises
             `MemoryError`.
         disk_bytes: Size in bytes of all files that programs change or make, and of the largest one.
@@ -201,6 +204,7 @@ class World:
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._outputs: set[_Output] = set()
         self._stopping: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()  # while it starts, stops or continues on a snapshot
         self._control: socket.socket | None = None
         self._own: Layer | None = None
         self._was_started = False
@@ -228,8 +232,9 @@ class World:
         self._was_started = True
         self._loop = asyncio.get_running_loop()
         try:
-            self._own = await in_thread(_first_layer)
-            await self._launch()
+            async with self._changing:
+                self._own = await in_thread(_first_layer)
+                await self._launch()
         except OSError as error:
             await self.stop()
             raise SandboxError(f"a world could not be started: {error}") from error
@@ -241,9 +246,7 @@ class World:
     async def _launch(self) -> None:
         """Start the first process on the image's layers and the world's own."""
         assert self._own is not None
-        layers = [self._own.name, *(layer.name for layer in self.image.layers)]
-        if sum(len(name) + 3 for name in layers) > OPTIONS_BYTES:
-            raise SandboxError(f"the kernel does not mount {len(layers)} layers at once: begin with a shorter history")
+        layers = _names((self._own, *self.image.layers))
         if len(layers) == 1:
             layers.append(EMPTY_LAYER)
         shown = (*(SYSTEM if self.image.shows_machine else ()), *self._visible)
@@ -277,6 +280,10 @@ class World:
         await asyncio.shield(self._stop())
 
     async def _stop(self) -> None:
+        async with self._changing:
+            await self._discard()
+
+    async def _discard(self) -> None:
         await self._end_processes()
         self.image = replace(self.image, layers=())  # lets go of them
         own, self._own = self._own, None
@@ -438,20 +445,19 @@ class World:
             "environment": dict(env or {}),
             "privileges": privileges,
         }
-        try:
-            stdout = _Output(self._loop, "stdout", self.limits.output_bytes, on_output)
-            stderr = stdout if is_merged else _Output(self._loop, "stderr", self.limits.output_bytes, on_output)
-            given = _in_memory(stdin)
-        except OSError as error:
-            raise SandboxError(f"a program could not be started: {error}") from error
-        outputs = {stdout, stderr}
-        self._outputs |= outputs
-        try:
-            number = await self._begin(request, (given, stdout.writes, stderr.writes), timeout_s)
-        finally:
-            os.close(given)
-            for output in outputs:
-                output.close_writes()
+        outputs: list[_Output] = []
+        streams: tuple[Stream, ...] = ("stdout",) if is_merged else ("stdout", "stderr")
+        with contextlib.ExitStack() as given:
+            try:
+                for stream in streams:
+                    outputs.append(_Output(self._loop, stream, self.limits.output_bytes, on_output))
+                    given.callback(outputs[-1].close_writes)
+                files = (_in_memory(stdin), outputs[0].writes, outputs[-1].writes)
+                given.callback(os.close, files[0])
+            except OSError as error:
+                raise SandboxError(f"a program could not be started: {error}") from error
+            self._outputs.update(outputs)
+            number = await self._begin(request, files, timeout_s)
         for output in outputs:
             output.when_full = lambda: self._stop_soon(number)
         try:
@@ -460,8 +466,8 @@ class World:
             self._outputs -= {output for output in outputs if output.is_drained()}
         ended: Ended = "output" if any(output.is_full for output in outputs) else answer["ended"]
         return Execution(
-            stdout=bytes(stdout.data),
-            stderr=b"" if is_merged else bytes(stderr.data),
+            stdout=bytes(outputs[0].data),
+            stderr=b"" if is_merged else bytes(outputs[1].data),
             ended=ended,
             exit_code=answer["code"] if ended == "exited" else None,
         )
@@ -481,7 +487,8 @@ class World:
             max_bytes: Size in bytes beyond which the file is not read.
 
         Raises:
-            OSError: It does not exist, is no file or is too large (`EFBIG`), as for `open`.
+            OSError: It does not exist, is no file or is too large (`EFBIG`), as for `open`; or a program of the world
+                ended this (`EINTR`), as for `write`, `put` and `get`.
             SandboxError: The world is not running, or does not answer.
         """
         content = _Output(self._loop, "stdout", max_bytes + 1, None)
@@ -568,8 +575,9 @@ class World:
             for file in files:
                 os.close(file)
         answer = await self._end(number, FILE_S)
-        if answer["ended"] != "exited" or answer["code"] < 0:
-            raise SandboxError(f"the world did not {request['do']} {request['path']}: {answer['ended']}")
+        if answer["ended"] != "exited" or answer["code"] < 0:  # programs can cause both
+            why = f"a program or a limit of the world ended this: {answer['ended']}"
+            raise OSError(errno.EINTR, why, request["path"])
         if answer["code"] != 0:
             raise OSError(answer["code"], os.strerror(answer["code"]), request["path"])
 
@@ -587,25 +595,32 @@ class World:
         Raises:
             SandboxError: The world is not running, or a program runs that would be ended.
         """
-        if self._own is None or self._control is None:
-            raise SandboxError("the world is not running")
         if keep_programs:
             copy = await in_thread(new_layer)
             target = os.open(copy.path / "u", os.O_RDONLY | os.O_DIRECTORY)
-            await self._with_files({"do": "copy", "path": "its files"}, target)
+            try:
+                await self._with_files({"do": "copy", "path": "its files"}, target)
+            except BaseException:
+                await in_thread(copy.discard)
+                raise
             return replace(self.image, layers=(copy, *self.image.layers))
-        if self._waiting:
-            raise SandboxError("a program is running: wait for it, or pass keep_programs=True")
-        following = await in_thread(new_layer)
-        await self._end_processes()
-        self.image = replace(self.image, layers=(self._own, *self.image.layers))
-        self._own = following
-        try:
-            await self._launch()
-        except BaseException:
-            await self.stop()
-            raise
-        return self.image
+        async with self._changing:
+            following = await in_thread(new_layer)
+            if self._own is None or self._control is None:
+                raise SandboxError("the world is not running")
+            if self._waiting:
+                raise SandboxError("a program is running: wait for it, or pass keep_programs=True")
+            layers = (self._own, *self.image.layers)
+            _names((following, *layers))
+            await self._end_processes()
+            self.image = replace(self.image, layers=layers)
+            self._own = following
+            try:
+                await self._launch()
+            except BaseException:
+                await asyncio.shield(self._discard())
+                raise
+            return self.image
 
     async def fork(self, count: int = 1, *, keep_programs: bool = False) -> list[World]:
         """Start worlds with the files, limits and settings of this one; processes are not copied.
@@ -702,6 +717,14 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
 
 
+def _names(layers: Sequence[Layer]) -> list[str]:
+    """Return the names of layers, if the kernel mounts so many."""
+    names = [layer.name for layer in layers]
+    if sum(len(name) + 3 for name in names) > OPTIONS_BYTES:
+        raise SandboxError(f"the kernel does not mount {len(names)} layers at once: begin with a shorter history")
+    return names
+
+
 def _first_layer() -> Layer:
     _sweep_once(folder(), os.getpid())
     return new_layer()
@@ -738,10 +761,11 @@ def _start(config: dict[str, Any], control: socket.socket) -> None:
 
 
 def _in_memory(content: bytes) -> int:
-    file = os.memfd_create("input", os.MFD_CLOEXEC)
+    file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(file, "wb", closefd=False) as writes:
         writes.write(content)
     os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
     return file
 
 
@@ -767,6 +791,7 @@ def _unpack(pipe: int, target: str, most: int) -> None:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             archive.extraction_filter = unchanged
             for member in archive:
+                archive.members.clear()  # type: ignore[attr-defined] # a million of them would fill the memory
                 left -= member.size
                 if left < 0:
                     raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), target)

@@ -96,6 +96,13 @@ async def test_an_error_shows_its_traceback(mode):
     assert "ZeroDivisionError" in ran.output and 'main.py", line 1' in ran.output
 
 
+async def test_home_and_temporary_files_may_be_written(mode):
+    ran = await sandbox_in(mode).run(
+        "import os\nopen(os.path.expanduser('~/x'), 'w')\nprint(os.environ.get('TMPDIR', '/tmp') == os.getcwd())"
+    )
+    assert ran.output == "True\n"
+
+
 async def test_each_run_has_an_empty_folder(mode):
     sandbox = sandbox_in(mode)
     code = (
@@ -235,10 +242,40 @@ async def test_memory_in_too_many_pieces_to_count_is_too_much(mode, kind):
     assert ran.ended == "memory"
 
 
+async def test_a_process_counts_whose_first_thread_ended(mode):
+    source = program("""
+        import ctypes, os, threading, time
+        def hold():
+            while 'zombie' not in open('/proc/self/status').read(): pass
+            x = bytearray(b'1' * (400 << 20))
+            time.sleep(100)
+        if os.fork() == 0:
+            threading.Thread(target=hold).start()
+            ctypes.CDLL(None).syscall({"x86_64": 60}.get(os.uname().machine, 93), 0)
+        time.sleep(100)
+    """)
+    assert (await sandbox_in(mode).run(source)).ended == "memory"
+
+
+async def test_more_open_files_than_can_be_counted_are_too_much(mode, monkeypatch):
+    # To look at each took so long that a program could take any memory, and run beyond its time limit.
+    source = program("""
+        import os, time
+        kept = [os.dup(0) for _ in range(6_000)]
+        for _ in range(20):
+            if os.fork() == 0: break
+        time.sleep(100)
+    """)
+    ran = await sandbox_in(mode, replace(SMALL, memory_bytes=2 << 30, open_files=8_000)).run(source)
+    assert ran.ended == "memory"
+
+
 OUTSIDE = {
-    "a file without a name": """
-        file = os.memfd_create('held')
-        while True: os.write(file, b'x' * (1 << 20))
+    "files in memory": """
+        for n in range(10):
+            with open(f'/dev/shm/{n}', 'wb') as file:
+                for _ in range(30): file.write(b'x' * (1 << 20))
+        time.sleep(100)
     """,
     "a segment without a process": """
         libc = ctypes.CDLL(None)
@@ -255,8 +292,28 @@ OUTSIDE = {
 async def test_memory_outside_processes_counts_in_a_world(kind):
     if python_for("namespaces") is None:
         pytest.skip("no namespaces here")
-    ran = await sandbox_in("namespaces").run("import ctypes, os\n" + program(OUTSIDE[kind]))
-    assert ran.ended in ("memory", "disk") or ran.exit_code != 0
+    limits = replace(SMALL, disk_bytes=1 << 30)
+    ran = await sandbox_in("namespaces", limits).run("import ctypes, time\n" + program(OUTSIDE[kind]))
+    assert ran.ended == "memory" or ran.exit_code not in (0, None)
+
+
+async def test_mapped_files_in_memory_count_once(mode):
+    limits = replace(SMALL, disk_bytes=1 << 30)
+    ran = await sandbox_in(mode, limits).run(
+        program("""
+        import mmap, os, time
+        for is_deleted in (False, True):
+            with open('/dev/shm/held', 'w+b') as file:
+                file.truncate(180 << 20)
+                if is_deleted: os.unlink('/dev/shm/held')
+                held = mmap.mmap(file.fileno(), 0)
+                for place in range(0, len(held), 4096): held[place] = 1
+            time.sleep(0.3)
+            held.close()
+        print('done')
+    """)
+    )
+    assert ran.output == "done\n"
 
 
 async def test_no_memory_exists_outside_processes_of_another_user():
@@ -361,7 +418,7 @@ async def test_files_in_shared_memory_count_and_are_removed(mode):
     try:
         ran = await sandbox_in(mode).run(code)
         assert ran.output.startswith("written\n")
-        assert ran.ended == "disk" or "No space left" in ran.output or "File too large" in ran.output
+        assert ran.ended == "memory" or "No space left" in ran.output or "File too large" in ran.output
         assert not list(Path("/dev/shm").glob("**/strands-env-sandbox-*"))
     finally:
         shutil.rmtree(shared)
@@ -461,7 +518,7 @@ async def test_pipes_and_page_tables_count_as_memory(mode):
         assert ran.ended == "memory", (ran, source)
 
 
-IN_A_WORLD = ["vmsplice", "tee", "larger pipes", "io_uring"]
+IN_A_WORLD = ["vmsplice", "tee", "larger pipes", "io_uring", "memfd", "a thread's own files", "files apart"]
 OUTSIDE_A_WORLD = ["splice", "sendfile", "inotify", "larger buffers", "landlock", "filters", "names of memory"]
 UNCOUNTABLE = {"namespaces": IN_A_WORLD, "uid": IN_A_WORLD + OUTSIDE_A_WORLD}
 
@@ -487,6 +544,9 @@ async def test_uncountable_memory_is_denied(mode):
             'io_uring': lambda: libc.syscall(425, 1, ctypes.create_string_buffer(256)),
             'landlock': lambda: libc.syscall(444, ctypes.byref(ctypes.c_uint64(1)), 8, 0),
             'filters': lambda: libc.prctl(22, 2, None, 0, 0),
+            'memfd': lambda: os.memfd_create('on its way through a socket'),
+            "a thread's own files": lambda: libc.syscall({'x86_64': 56}.get(os.uname().machine, 220), 0x10900, 0, 0),
+            'files apart': lambda: libc.syscall(436, 500, 501, 2),
             'names of memory': lambda: libc.prctl(0x53564d41, 0, None, 0, b'x'),
         }
         for name in names:

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -52,6 +54,18 @@ async def test_a_program_has_its_user_folder_variables_and_input(world):
 
 async def test_a_program_may_be_a_list_without_a_shell(world):
     assert (await world.execute(["echo", "$HOME", "a b"])).stdout == b"$HOME a b\n"
+
+
+async def test_a_program_without_free_descriptors_for_its_output_leaves_none_open(world):
+    before = len(os.listdir("/proc/self/fd"))
+    kept = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for more in range(2, 7):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + more, kept[1]))
+        with contextlib.suppress(SandboxError):
+            await world.execute("true")
+        resource.setrlimit(resource.RLIMIT_NOFILE, kept)
+    await world.execute("true")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def test_output_comes_while_the_program_runs(world):
@@ -105,6 +119,51 @@ async def test_a_program_over_a_limit_is_ended_and_its_neighbors_go_on(world, li
         assert (await neighbor).stdout == b"done\n"
     await world.execute("kill -9 -1")
     assert (await world.execute("rm -f /tmp/*; echo usable")).stdout == b"usable\n"
+
+
+async def test_files_in_memory_go_with_what_exceeded_it(world):
+    fill = "head -c 30000000 /dev/zero > /dev/shm/$n || break"
+    ran = await world.execute(f"ipcmk -M 4096 >&2; for n in $(seq 9); do {fill}; done; {LIMITS['memory']}")
+    assert ran.ended == "memory" and b"id:" in ran.stderr
+    look = "ls /dev/shm; tail -n +2 /proc/sysvipc/shm"
+    ran = await world.execute(f"{look}; sleep 0.2; echo usable > /dev/shm/file; cat /dev/shm/file")
+    assert ran.stdout == b"usable\n"
+
+
+async def test_the_names_of_a_file_count_once(world, folder):
+    (folder / "of the machine").write_bytes(bytes(40 << 20))  # so that the world's own files are counted
+    ran = await world.execute(
+        "head -c 20000000 /dev/zero > /tmp/a; for n in 1 2 3 4 5; do ln /tmp/a /tmp/$n; done; sleep 0.3; "
+        "head -c 5000000 /dev/zero > /tmp/b; sleep 0.3"
+    )
+    assert ran.ended == "exited"
+
+
+async def test_sockets_of_the_machine_are_not_those_of_a_world():
+    with contextlib.ExitStack() as kept:
+        for _ in range(300):
+            for end in socket.socketpair():
+                kept.enter_context(end)
+        async with World(limits=replace(SMALL, memory_bytes=100 << 20), network="host") as world:
+            assert (await world.execute("sleep 0.3; echo on")).output == "on\n"
+
+
+FASTER = {
+    "space without writing": (
+        "os.posix_fallocate(os.open('/tmp/x', 66), 0, 4096), libc.fallocate(3, 0, 0, 9)",
+        "None -1",
+    ),
+    "its input": ("os.ftruncate(0, 1 << 20)", "PermissionError"),
+    "the first process": ("os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))", "PermissionError"),
+    "its priority": ("os.setpriority(os.PRIO_PROCESS, 1, 19)", "PermissionError"),
+}
+
+
+@pytest.mark.parametrize("way", FASTER)
+async def test_nothing_is_taken_faster_than_it_is_counted(world, way):
+    code, outcome = FASTER[way]
+    ran = await world.execute(["python3", "-c", f"import ctypes, os; libc = ctypes.CDLL(None); print({code})"])
+    assert outcome in ran.output
 
 
 async def test_inodes_are_limited(world):
@@ -217,6 +276,23 @@ async def test_a_file_that_cannot_be_reached_is_the_error_of_open(world, tmp_pat
         await fail(world, tmp_path)
     assert raised.value.errno
     assert (await world.execute("echo usable")).stdout == b"usable\n"
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+async def test_a_program_that_ends_or_stops_a_file_operation_makes_it_fail_as_any_other(world, how):
+    code = f"""if 1:
+        import os, signal
+        signal.alarm(2)
+        while True:
+            try: os.kill(-1, signal.{how})
+            except ProcessLookupError: pass
+    """
+    await world.execute(["sh", "-c", '(sleep 1000 &); python3 -c "$0" &', code])
+    with pytest.raises(InterruptedError, match="a program or a limit of the world"):
+        while True:
+            await asyncio.wait_for(world.write("/file", b"content"), 60)
+    while (await world.execute("echo alive", timeout_s=1)).stdout != b"alive\n":
+        pass
 
 
 async def test_a_file_of_twenty_gigabytes_is_not_read(world, tmp_path):
@@ -346,6 +422,29 @@ async def test_a_snapshot_ends_programs_only_if_none_is_waited_for(world):
     started.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await started
+
+
+@pytest.mark.parametrize("keep_programs", [False, True])
+@pytest.mark.parametrize("pauses", range(5))
+async def test_a_world_may_be_stopped_while_its_snapshot_is_taken(world, keep_programs, pauses):
+    taking = asyncio.ensure_future(world.snapshot(keep_programs=keep_programs))
+    for _ in range(pauses):
+        await asyncio.sleep(0)
+    stopping = asyncio.gather(world.stop(), world.stop())
+    with contextlib.suppress(SandboxError):
+        await taking
+    await stopping
+    with pytest.raises(SandboxError, match="not running"):
+        await world.execute("true")
+
+
+async def test_a_snapshot_that_the_kernel_could_not_mount_is_refused_and_the_world_goes_on(world, monkeypatch):
+    monkeypatch.setattr("strands_env.sandbox.world.OPTIONS_BYTES", 30)
+    await world.snapshot()
+    await world.execute("(sleep 1000 &); echo kept > /tmp/file")
+    with pytest.raises(SandboxError, match="does not mount 3 layers"):
+        await world.snapshot()
+    assert (await world.execute("cat /tmp/file; grep -h sleep /proc/[0-9]*/comm")).stdout == b"kept\nsleep\n"
 
 
 async def test_many_snapshots_one_above_the_other(world):

@@ -68,20 +68,24 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
     for name in ("pts", "shm"):
         os.mkdir(f"/dev/{name}")
     kernel.mount("devpts", "/dev/pts", "devpts", kernel.MS_NOSUID, "newinstance,ptmxmode=0666,mode=0620")
-    size = config["limits"]["memory_bytes"]
-    space = f"mode=1777,size={size},nr_inodes={most_files(size)}"
-    kernel.mount("tmpfs", SHARED_MEMORY, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, space)
+    mount_shared_memory(config["limits"]["memory_bytes"])
     for name, target in LINKS.items():
         os.symlink(target, f"/dev/{name}")
     for path, opened in shown:
         _bind(path, opened)
-    kernel.unmount_old_root()
+    kernel.unmount_here()  # the old root
     for folder in ("/tmp", "/var/tmp"):
         with contextlib.suppress(PermissionError):  # an image's folder of a user that this machine has not
             os.chmod(folder, 0o1777)
     for path, text in config["files"].items():
         _replace(path, text)
     return upper
+
+
+def mount_shared_memory(size: int) -> None:
+    """Mount a folder whose files are memory."""
+    options = f"mode=1777,size={size},nr_inodes={most_files(size)}"
+    kernel.mount("tmpfs", SHARED_MEMORY, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
 
 
 def _without_nested(paths: Iterable[str]) -> list[str]:

@@ -24,6 +24,7 @@ import struct
 import tarfile
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -42,6 +43,7 @@ ROUNDS = 50  # most attempts to end a tree of processes
 CHUNK = 1 << 20
 MOST_DESCRIPTORS = 1 << 16
 ENTRIES_PER_CHECK = 20_000
+INODE_BYTES = 1024  # of a file in memory, beside its content
 # What Docker leaves to root, but CAP_NET_RAW, whose buffers are not counted: no CAP_SYS_ADMIN, CAP_NET_ADMIN, ...
 CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31})
 LAST_CAPABILITY = 63
@@ -126,12 +128,13 @@ def _map_users(pid: int, users: list[int]) -> None:
 
 @dataclass
 class Running:
-    """A program or a file operation: its number, its process, when it must end, and which limit it exceeded."""
+    """A program or a file operation: its number, its process, when it must end, which, and which limit it exceeded."""
 
     number: int
     pid: int
     pidfd: int
     deadline: float
+    is_program: bool
     ended: str | None = None
 
 
@@ -184,7 +187,7 @@ class FirstProcess:
             _write(f"/proc/sys/{name}", str(value))
         file_system.protect_settings()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # programs may not look into this process
-        return upper, OfNamespace()
+        return upper, OfNamespace(file_system.SHARED_MEMORY, has_network=self._config["network"] != "host")
 
     def close(self) -> None:
         """End all programs; those of a namespace end with its first process."""
@@ -228,7 +231,7 @@ class FirstProcess:
         for file in files:
             os.close(file)
         deadline = time.monotonic() + request["timeout_s"]
-        started = Running(request["number"], pid, os.pidfd_open(pid), deadline)
+        started = Running(request["number"], pid, os.pidfd_open(pid), deadline, request["do"] == "execute")
         self._running[pid] = started
         self._events.register(started.pidfd, select.POLLIN)
         self._disk.allow_what_is_there()
@@ -238,9 +241,14 @@ class FirstProcess:
         """Collect ended processes, and report programs that ended."""
         with contextlib.suppress(ChildProcessError):
             while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
                 if pid == 0:
                     break
+                if os.WIFSTOPPED(status):
+                    stopped = self._running.get(pid)
+                    if stopped is not None and not stopped.is_program:  # if it went on, programs could stop it again
+                        os.kill(pid, signal.SIGKILL)
+                    continue
                 ended = self._running.pop(pid, None)
                 if ended is None:
                     continue
@@ -265,19 +273,20 @@ class FirstProcess:
             for one in self._running.values():
                 one.ended = exceeded
             self._end_all()
+            if exceeded == "memory":
+                self._empty_memory()
         self._next_check = time.monotonic() + (POLL_S if self._running else BACKGROUND_POLL_S)
 
     def _exceeded_limit(self, pids: list[int]) -> str | None:
         if len(pids) > self._limits["processes"]:
             return "processes"
-        used = self._members.usage(pids, time.monotonic() + 1.0)
+        elsewhere = self._elsewhere()
+        used = self._members.usage(pids, time.monotonic() + 1.0, elsewhere.size)
         if used.threads > self._limits["processes"]:
             return "processes"
         if used.memory > self._limits["memory_bytes"]:
             return "memory"
-        elsewhere = self._elsewhere()
-        is_full = self._disk.is_full(Space(used.unnamed + elsewhere.size, elsewhere.files))
-        return "disk" if is_full else None
+        return "disk" if self._disk.is_full(Space(used.unnamed, elsewhere.files)) else None
 
     def _end(self, one: Running, why: str) -> None:
         """End a program with its whole tree."""
@@ -300,9 +309,19 @@ class FirstProcess:
             os.kill(-1, signal.SIGKILL)  # at once: a fork bomb is faster than a loop over its processes
 
     def _elsewhere(self) -> Space:
-        """Return what programs have in memory that is a file, apart from their own layer."""
+        """Return the size and the number of the programs' files in memory."""
         state = os.statvfs(file_system.SHARED_MEMORY)
-        return Space((state.f_blocks - state.f_bfree) * state.f_frsize, 0)
+        files = state.f_files - state.f_ffree
+        return Space((state.f_blocks - state.f_bfree) * state.f_frsize + files * INODE_BYTES, 0)
+
+    def _empty_memory(self) -> None:
+        """Remove what is in memory without a program, with which later ones would also exceed the limit."""
+        with open("/proc/sysvipc/shm") as segments:
+            for line in itertools.islice(segments, 1, None):
+                kernel.remove_segment(int(line.split()[1]))
+        os.chdir(file_system.SHARED_MEMORY)
+        kernel.unmount_here()
+        file_system.mount_shared_memory(self._limits["memory_bytes"])
 
     # --- programs ---
 
@@ -472,6 +491,8 @@ def _write_file(request: dict[str, Any]) -> None:
 
 def _pack(request: dict[str, Any]) -> None:
     with os.fdopen(0, "wb") as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
+        # A million of them would fill the memory.
+        archive.members = deque(maxlen=0)  # type: ignore[attr-defined]
         archive.add(request["path"], arcname=request["name"])
 
 
@@ -632,9 +653,10 @@ class Disk:
 def _measured(folder: int) -> Iterator[Space]:
     """Yield the size in bytes and the number of the files in a folder, each time including the next one."""
     size = files = 0
-    left = ["."]
+    linked = set()  # files with several names
+    left = [(".", ".")]  # not whole paths: a million of the longest would fill the memory
     while left:
-        path = left.pop()
+        path = "/".join(left.pop())
         try:
             opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
         except OSError as error:
@@ -644,10 +666,14 @@ def _measured(folder: int) -> Iterator[Space]:
         with os.scandir(opened) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    state = entry.stat(follow_symlinks=False)
+                    if state.st_ino not in linked:
+                        size += state.st_blocks * 512
+                    if state.st_nlink > 1 and not stat.S_ISDIR(state.st_mode):
+                        linked.add(state.st_ino)
                 files += 1
                 if entry.is_dir(follow_symlinks=False):
-                    left.append(f"{path}/{entry.name}")
+                    left.append((path, entry.name))
                 yield Space(size, files)
         os.close(opened)
 

@@ -2,7 +2,8 @@
 
 The filter denies the network (except Unix sockets), namespaces, mounts, the memory of other processes, and parts of the
 kernel that no computation needs. It also denies memory that the sandbox cannot count: memory outside processes, pages
-lent to a pipe, buffers beyond their default size, and resources that the kernel counts per user.
+lent to a pipe, buffers beyond their default size, files in memory that may be on the way between processes, and
+resources that the kernel counts per user; and disk space without writing, which is faster than the sandbox counts.
 
 Landlock restricts a process to given files (https://docs.kernel.org/userspace-api/landlock.html).
 """
@@ -68,10 +69,15 @@ def pivot_root() -> None:
     _checked(_libc.pivot_root(b".", b"."), "pivot_root")
 
 
-def unmount_old_root() -> None:
-    """Unmount the root before `pivot_root`, from the same current folder."""
+def unmount_here() -> None:
+    """Unmount the current folder, such as the root before `pivot_root`, and go to the root."""
     _checked(_libc.umount2(b".", MNT_DETACH), "umount")
     os.chdir("/")
+
+
+def remove_segment(number: int) -> None:
+    """Remove a segment of System V shared memory, when no process has it any more."""
+    _libc.shmctl(number, 0, None)
 
 
 def prctl(option: int, value: int) -> None:
@@ -161,11 +167,13 @@ _MACHINES = {
         socketpair=53,
         send_with_files=(46, 307),
         # mount, umount2, pivot_root, init_module, kexec_load, add_key, request_key, keyctl, unshare, perf_event_open,
-        # setns, finit_module, bpf, userfaultfd, tee, vmsplice, fanotify_init, open_by_handle_at, kexec_file_load
-        denied=(165, 166, 155, 175, 246, 248, 249, 250, 272, 298) + (308, 313, 321, 323, 276, 278, 300, 304, 320),
-        # ptrace, process_vm_readv, process_vm_writev, memfd_create, shmget, msgget, semget, mq_open,
+        # setns, finit_module, bpf, userfaultfd, tee, vmsplice, fanotify_init, open_by_handle_at, kexec_file_load,
+        # memfd_create
+        denied=(165, 166, 155, 175, 246, 248, 249, 250, 272, 298) + (308, 313, 321, 323, 276, 278, 300, 304, 320, 319),
+        # ptrace, process_vm_readv, process_vm_writev, shmget, msgget, semget, mq_open,
         # splice, sendfile, inotify_init1, seccomp, inotify_init, landlock_create_ruleset
-        denied_outside=(101, 310, 311, 319, 29, 68, 64, 240) + (275, 40, 294, 317, 253, 444),
+        denied_outside=(101, 310, 311, 29, 68, 64, 240) + (275, 40, 294, 317, 253, 444),
+        fallocate=285,
         # chown, fchown, lchown, fchownat, setuid, setgid, setreuid, setregid, setgroups, setresuid, setresgid,
         # setfsuid, setfsgid
         faked=(92, 93, 94, 260, 105, 106, 113, 114, 116, 117, 119, 122, 123),
@@ -181,13 +189,15 @@ _MACHINES = {
         socket=198,
         socketpair=199,
         send_with_files=(211, 269),
-        denied=(40, 39, 41, 105, 104, 217, 218, 219, 97, 241) + (268, 273, 280, 282, 77, 75, 262, 265, 294),
-        denied_outside=(117, 270, 271, 279, 194, 186, 190, 180) + (76, 71, 26, 277, 444),
+        denied=(40, 39, 41, 105, 104, 217, 218, 219, 97, 241) + (268, 273, 280, 282, 77, 75, 262, 265, 294, 279),
+        denied_outside=(117, 270, 271, 194, 186, 190, 180) + (76, 71, 26, 277, 444),
+        fallocate=47,
         faked=(55, 54, 146, 144, 145, 143, 159, 147, 149, 151, 152),
         make_node=((33, 2),),
     ),
 }
-_CLONE3 = 435
+_CLONE3, _CLOSE_RANGE = 435, 436
+_THREAD, _FILES, _UNSHARE, _PUNCH_HOLE = 0x10000, 0x400, 2, 2  # flags of clone, close_range and fallocate
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCH = 0, 4  # offsets in struct seccomp_data
@@ -269,7 +279,18 @@ def _install(machine: SimpleNamespace, lines: Iterable[_Line]) -> None:
         *([(_AT_LEAST, 0, 1, 0x40000000), _REFUSE] if machine.audit == 0xC000003E else ()),
         (_EQUAL, 0, 1, _CLONE3),  # its flags are invisible to a filter; the C library falls back to clone
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
-        *_call(machine.clone, _argument(0), (_ANY_BIT, 0, 1, namespaces), _REFUSE),
+        *_call(
+            machine.clone,
+            _argument(0),
+            (_ANY_BIT, 0, 1, namespaces),
+            _REFUSE,
+            # A thread with files of its own would hide them: those of one thread are counted.
+            (_ANY_BIT, 0, 2, _THREAD),
+            (_ANY_BIT, 1, 0, _FILES),
+            _REFUSE,
+        ),
+        *_call(_CLOSE_RANGE, _argument(2), (_ANY_BIT, 0, 1, _UNSHARE), _REFUSE),
+        *_call(machine.fallocate, _argument(1), (_ANY_BIT, 1, 0, _PUNCH_HOLE), (_RETURN, 0, 0, _ERRNO | errno.ENOTSUP)),
         *_call(machine.fcntl, _argument(1), (_EQUAL, 0, 1, _F_SETPIPE_SZ), _REFUSE),
         # Of another process, such as the one that watches.
         *_call(machine.prlimit, _argument(0), (_EQUAL, 1, 0, 0), _REFUSE),

@@ -20,9 +20,11 @@ from . import kernel
 ROUNDS = 200  # most attempts to end all processes, 10 ms apart
 PIPE_BYTES = 64 << 10  # capacity of a pipe, which a program may not enlarge
 # A program with more memory mappings than these exceeds its memory: to measure them would take as long as it needs to
-# take more. All processes together have at most so many mappings, and so many files without a name.
+# take more. All processes together have at most so many mappings, open files, and files without a name.
 MAPPINGS = 200_000
+OPEN_FILES = 100_000
 NAMELESS = 2_000
+TOO_MUCH = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Usage:
     Attributes:
         memory: Memory in bytes, including kernel buffers, page tables, and shared memory that no process has in its
             page tables. A resident shared page counts for each process; a pipe or a socket counts as full.
-        unnamed: Size in bytes of deleted files that are still open.
+        unnamed: Size in bytes of deleted files on the disk that are still open.
         threads: Number of threads.
     """
 
@@ -44,8 +46,15 @@ class Usage:
 class Members(ABC):
     """The processes of a program."""
 
-    def __init__(self) -> None:
-        """Read the capacity of a socket on this machine."""
+    def __init__(self, folder: str, counted: int = 0) -> None:
+        """Read the capacity of a socket on this machine.
+
+        Args:
+            folder: Folder on the disk of the programs.
+            counted: Device whose files in memory `usage` need not count.
+        """
+        self._disk = os.stat(folder).st_dev
+        self._counted = counted
         # Twice the buffer: a message may start while one byte of it still fits.
         self._socket_bytes = 2 * 212_992
         with contextlib.suppress(OSError, ValueError), open("/proc/sys/net/core/wmem_default") as size:
@@ -55,19 +64,34 @@ class Members(ABC):
     def pids(self) -> list[int]:
         """Return the ids of the live processes."""
 
-    def usage(self, pids: Sequence[int], deadline: float) -> Usage:
-        """Return the resources that processes use; some of them once the monotonic clock has passed the deadline."""
-        opened = list(chain.from_iterable(map(self._open_files, pids)))
+    def usage(self, pids: Sequence[int], deadline: float, in_memory: int) -> Usage:
+        """Return the resources that processes use; some of them once the monotonic clock has passed the deadline.
+
+        Args:
+            pids: The processes.
+            deadline: Time of the monotonic clock.
+            in_memory: Size in bytes of files in memory that have a name.
+        """
+        found = [_status(pid, lines=100) for pid in pids]
+        pids = [int(status["Pid"]) for status in found if status]
+        opened = list(itertools.islice(chain.from_iterable(map(self._open_files, pids)), OPEN_FILES))
+        if len(opened) == OPEN_FILES:
+            return Usage(TOO_MUCH, 0, 0)
         pipes = {state.st_ino for state in opened if stat.S_ISFIFO(state.st_mode)}
         sockets = {state.st_ino for state in opened if stat.S_ISSOCK(state.st_mode)}
-        nameless = [state for state in opened if stat.S_ISREG(state.st_mode) and state.st_nlink == 0]
-        unnamed = {(state.st_dev, state.st_ino): state.st_blocks * 512 for state in nameless}
+        nameless = {
+            b"%b %d" % (_device(state.st_dev), state.st_ino): state
+            for state in opened
+            if stat.S_ISREG(state.st_mode) and state.st_nlink == 0 and state.st_dev != self._counted
+        }
+        unnamed = sum(state.st_blocks * 512 for state in nameless.values() if state.st_dev == self._disk)
+        sizes = {name: 0 if state.st_dev == self._disk else state.st_blocks * 512 for name, state in nameless.items()}
         buffers = len(pipes) * PIPE_BYTES + self._sockets(len(sockets)) * self._socket_bytes
-        found = [_status(pid, lines=100) for pid in pids]
         resident = _bytes(found, "VmRSS", "VmSwap", "VmPTE", "HugetlbPages")
-        absent = max(0, _shared_memory(pids, deadline) - _bytes(found, "RssShmem"))
+        shared = in_memory + _shared_memory(pids, deadline, sizes, _device(self._counted))
+        absent = max(0, shared - _bytes(found, "RssShmem"))
         threads = sum(int(status.get("Threads", 0)) for status in found)
-        return Usage(resident + absent + buffers, sum(unnamed.values()), threads)
+        return Usage(resident + absent + buffers, unnamed, threads)
 
     def _open_files(self, pid: int) -> Iterator[os.stat_result]:
         folder = f"/proc/{pid}/fd"
@@ -84,13 +108,18 @@ class Members(ABC):
 class OfNamespace(Members):
     """All processes of a namespace but the first, which only waits and ends all others with it."""
 
+    def __init__(self, shared_memory: str, has_network: bool) -> None:
+        """Set the folder of its files in memory, and whether its sockets are those of its processes only."""
+        super().__init__("/", os.stat(shared_memory).st_dev)
+        self._has_network = has_network
+
     def pids(self) -> list[int]:
         """Return the ids of the live processes."""
         return [pid for pid in _all() if pid != 1]
 
-    def usage(self, pids: Sequence[int], deadline: float) -> Usage:
+    def usage(self, pids: Sequence[int], deadline: float, in_memory: int) -> Usage:
         """Return the resources that processes use; some of them once the monotonic clock has passed the deadline."""
-        used = super().usage(pids, deadline)
+        used = super().usage(pids, deadline, in_memory)
         with contextlib.suppress(OSError), open("/proc/sysvipc/shm") as segments:  # they need no process
             next(segments)
             return replace(used, memory=used.memory + sum(int(line.split()[14]) for line in segments))
@@ -98,17 +127,18 @@ class OfNamespace(Members):
 
     def _sockets(self, seen: int) -> int:
         # Sockets in transit through another socket, or closed but still read from, are not open files.
-        with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/1/net/sockstat") as counts:
-            return int(counts.readline().split()[2])
+        if self._has_network:
+            with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/1/net/sockstat") as counts:
+                return int(counts.readline().split()[2])
         return super()._sockets(seen)
 
 
 class OfUser(Members):
     """All processes of a uid that no one else uses."""
 
-    def __init__(self, uid: int) -> None:
-        """Set the uid."""
-        super().__init__()
+    def __init__(self, uid: int, folder: str) -> None:
+        """Set the uid, and the folder of its files."""
+        super().__init__(folder)
         self.uid = uid
 
     def pids(self) -> list[int]:
@@ -119,10 +149,10 @@ class OfUser(Members):
         mine = str(self.uid)
         return [pid for pid, status in found.items() if status.get("Uid") == mine and status.get("State") != "Z"]
 
-    def usage(self, pids: Sequence[int], deadline: float) -> Usage:
+    def usage(self, pids: Sequence[int], deadline: float, in_memory: int) -> Usage:
         """Return the resources that processes use; some of them once the monotonic clock has passed the deadline."""
         with kernel.files_as(self.uid):
-            return super().usage(pids, deadline)
+            return super().usage(pids, deadline, in_memory)
 
     def _open_files(self, pid: int) -> Iterator[os.stat_result]:
         try:
@@ -190,20 +220,30 @@ def _bytes(statuses: Iterable[Mapping[str, str]], *names: str) -> int:
     return sum(int(status.get(name, 0)) for status, name in product(statuses, names)) << 10
 
 
-def _shared_memory(pids: Iterable[int], deadline: float) -> int:
+def _device(number: int) -> bytes:
+    """Return a device as in /proc/PID/maps."""
+    return b"%02x:%02x" % (os.major(number), os.minor(number))
+
+
+def _shared_memory(pids: Iterable[int], deadline: float, sizes: dict[bytes, int], counted: bytes) -> int:
     """Return the size in bytes of the files without a name that processes map; more than any limit if too many.
 
-    Such files are memory that stays when no process has its pages: of `mmap(-1, ...)`, of memfd_create, of System V.
+    Such files are memory that stays when no process has its pages: of `mmap(-1, ...)`, of System V.
+
+    Args:
+        pids: The processes.
+        deadline: Time of the monotonic clock, after which some are left out.
+        sizes: Sizes of files that are known already.
+        counted: Device whose files are left out.
     """
-    sizes: dict[bytes, int] = {}
     for count, (pid, line) in enumerate(_mappings(pids, deadline)):
         if count > MAPPINGS or len(sizes) > NAMELESS:
-            return 1 << 60
+            return TOO_MUCH
         if line.endswith(b" (deleted)\n") or b" [anon_shmem:" in line:
             span, _, _, *names = line.split()[:5]
             file = b" ".join(names)
             mapped = file + b" " + span
-            if file in sizes or mapped in sizes:
+            if file in sizes or mapped in sizes or names[0] == counted:
                 continue
             try:
                 sizes[file] = os.stat(b"/proc/%d/map_files/%b" % (pid, span)).st_blocks * 512
@@ -224,9 +264,16 @@ def _mappings(pids: Iterable[int], deadline: float) -> Iterator[tuple[int, bytes
 
 
 def _status(pid: int, lines: int = 10) -> dict[str, str]:
-    """Return the first word of each of the first lines of /proc/PID/status; empty if the process is gone."""
+    """Return the first word of each of the first lines of /proc/PID/status; empty if the process is gone.
+
+    If its first thread ended, which alone shows neither memory nor files, they are of another one.
+    """
     # A program chooses its name, which may have other line ends.
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", errors="replace", newline="\n") as file:
         fields = [line.partition(":") for line in itertools.islice(file, lines)]
-        return {name: (words.split() or [""])[0] for name, _, words in fields}
+        status = {name: (words.split() or [""])[0] for name, _, words in fields}
+        if status["State"] == "Z" and status["Pid"] == status["Tgid"]:
+            for thread in set(os.listdir(f"/proc/{pid}/task")) - {str(pid)}:
+                return _status(int(thread), lines)
+        return status
     return {}

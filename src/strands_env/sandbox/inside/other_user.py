@@ -39,7 +39,8 @@ class OtherUser(FirstProcess):
         os.chown(config["layers"][0], self._uid, self._uid)
         os.chown(own, self._uid, self._uid)
         config["working_dir"] = os.path.realpath(own)
-        self._programs = OfUser(self._uid)
+        config["environment"].setdefault("TMPDIR", config["working_dir"])
+        self._programs = OfUser(self._uid, own)
         return os.open(own, os.O_RDONLY | os.O_DIRECTORY), self._programs
 
     def _confine(self, request: dict[str, Any]) -> str:
@@ -59,11 +60,14 @@ class OtherUser(FirstProcess):
         states = [os.lstat(path) for path in _shared_memory_of(self._uid)]
         return Space(sum(state.st_blocks * 512 for state in states), len(states))
 
+    def _empty_memory(self) -> None:
+        for path in _shared_memory_of(self._uid):
+            file_system.remove(path)
+
     def close(self) -> None:
         """End all programs, and remove what they left outside of their folder."""
         self._programs.kill()
-        for path in _shared_memory_of(self._uid):
-            file_system.remove(path)
+        self._empty_memory()
 
 
 def _shared_memory_of(uid: int) -> list[str]:
