@@ -38,10 +38,10 @@ rl-demo: $(VENV)/.installed-dev
 
 test: test-unit test-property test-families test-integration test-strands test-trainers test-docs
 
-# What measures CPU time runs alone: two tests at once on two threads of one core slow each other down. tmux comes from
-# the system's packages.
+# What measures CPU time runs alone: two tests at once on two threads of one core slow each other down. tmux and
+# slirp4netns come from the system's packages.
 test-unit: $(VENV)/.installed-dev
-	@command -v tmux >/dev/null || { echo "installing tmux"; apt-get update -qq && apt-get install -y -qq tmux >/dev/null; }
+	@{ command -v tmux && command -v slirp4netns; } >/dev/null || { echo "installing tmux and slirp4netns"; apt-get update -qq && apt-get install -y -qq tmux slirp4netns >/dev/null; }
 	$(BIN)/python -m pytest -n 2 --ignore tests/unit/tool_parsers/test_linear_time.py tests/unit
 	$(BIN)/python -m pytest tests/unit/tool_parsers/test_linear_time.py
 
