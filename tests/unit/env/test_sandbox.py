@@ -26,6 +26,7 @@ from strands_env.sandbox import (
     SandboxUnavailableError,
     available_modes,
 )
+from strands_env.sandbox.inside.members import OfUser
 from strands_env.sandbox.layers import users
 from support.processes import running
 
@@ -88,6 +89,25 @@ async def test_a_run_as_another_user_has_a_user_of_its_own():
     used = {int(one.output) for one in ran}
     first, count = users()
     assert len(used) == 4 and min(used) >= first + count // 2  # the first half is for worlds in namespaces
+
+
+def test_a_program_that_does_not_run_yet_is_not_ended():
+    if python_for("uid") is None:
+        pytest.skip("not here")
+    user = users()[0] + 1
+    became, go = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setresuid(user, user, user)  # until it runs a program, no one may inspect it
+        os.write(became[1], b"+")
+        os.read(go[0], 1)
+        os._exit(7)
+    os.read(became[0], 1)
+    OfUser(user, "/tmp").usage([pid], time.monotonic() + 60, 0)
+    os.write(go[1], b"+")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    for end in (*became, *go):
+        os.close(end)
 
 
 async def test_an_error_shows_its_traceback(mode):

@@ -155,11 +155,13 @@ class OfUser(Members):
             return super().usage(pids, deadline, in_memory)
 
     def _open_files(self, pid: int) -> Iterator[os.stat_result]:
+        is_confined = _status(pid, lines=100).get("Seccomp") == "2"
         try:
             os.listdir(f"/proc/{pid}/fd")
-        except PermissionError:  # it runs a file that it may not read, so no one may inspect it
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        except PermissionError:  # it runs a file that it may not read, so no one may inspect it; or does not run yet
+            if is_confined:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         except OSError:
             pass
         return super()._open_files(pid)

@@ -47,6 +47,7 @@ class OtherUser(FirstProcess):
         os.setgroups([])
         os.setresgid(self._uid, self._uid, self._uid)
         os.setresuid(self._uid, self._uid, self._uid)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # before the filter: who is confined can be inspected
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         file_system.limit(self._config["shown"], self._config["working_dir"])
         kernel.filter_outside_worlds()
