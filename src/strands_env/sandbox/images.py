@@ -40,7 +40,7 @@ from .world import (
 
 logger = logging.getLogger(__name__)
 
-IMAGE_LIMITS = replace(WORLD_LIMITS, wall_s=3_600.0, disk_bytes=32 << 30)
+IMAGE_LIMITS = replace(WORLD_LIMITS, wall_s=3_600.0, disk_bytes=32 << 30, output_bytes=64 << 20)
 """Limits of making an image, unless you pass others: an hour for a `RUN`, 32 GB for a layer."""
 
 SHOWN_BYTES = 2_000  # of a failed program's output
@@ -228,7 +228,8 @@ async def build_image(
     dockerfile = Path(dockerfile or context / "Dockerfile")
     async with _says_what_failed(str(dockerfile)):
         build = _Build(dockerfile.read_text(), context, args or {}, dict(images or {}))
-        build.settings = {"network": network, "limits": limits}
+        build.network = network
+        build.limits = limits
         build.on_output = on_output
         return await build.stage(len(build.stages) - 1)
 
@@ -236,7 +237,8 @@ async def build_image(
 class _Build:
     """A build: its stages are built when they are needed, once."""
 
-    settings: dict[str, Any]
+    network: Network
+    limits: SandboxLimits
     on_output: Callable[[str, bytes], None] | None
 
     def __init__(self, text: str, context: Path, args: Mapping[str, str], images: dict[str, Image]) -> None:
@@ -280,7 +282,7 @@ class _Build:
         if name == "scratch":
             return Image()
         if name not in self._images:
-            self._images[name] = await pull_image(name, limits=self.settings["limits"])
+            self._images[name] = await pull_image(name, limits=self.limits)
         return self._images[name]
 
 
@@ -327,7 +329,7 @@ class _Stage:
                 why = f"exit code {ran.exit_code}" if ran.ended == "exited" else f"it exceeded the limit on {ran.ended}"
                 raise each.error(f"{why}\n{ran.output[-SHOWN_BYTES:]}")
 
-        await self._layer(each, [command, arguments], make)
+        await self._layer(each, [command, arguments], make, self._build.network)
 
     async def add(self, each: Instruction) -> None:
         for path in self._in_context(each, each.values(self._variables)[:-1]):
@@ -363,7 +365,13 @@ class _Stage:
 
         await self._layer(each, [[layer.name for layer in image.layers], sources, target, owner], make)
 
-    async def _layer(self, each: Instruction, content: Any, make: Callable[[World], Awaitable[None]]) -> None:
+    async def _layer(
+        self,
+        each: Instruction,
+        content: Any,
+        make: Callable[[World], Awaitable[None]],
+        network: Network = "none",
+    ) -> None:
         """Put the layer on top that `make` makes in a world, or that was kept."""
 
         async def make_or_say(world: World) -> None:
@@ -375,7 +383,7 @@ class _Stage:
 
         image = self.image
         settings = [each.name, dict(image.env), image.working_dir, image.user, content]
-        self.image = await _with_layer(image, settings, make_or_say, **self._build.settings)
+        self.image = await _with_layer(image, settings, make_or_say, limits=self._build.limits, network=network)
 
     def _in_context(self, each: Instruction, patterns: list[str]) -> list[Path]:
         """Return files and folders of the context."""

@@ -60,7 +60,7 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
     os.chdir(f"{own}/r")
     kernel.pivot_root()
     for name in ("proc", "dev", "tmp", "etc", "run", "root", "var/tmp", config["working_dir"]):
-        with contextlib.suppress(FileExistsError):  # no folder in this image; programs will say so
+        with contextlib.suppress(FileExistsError):  # no folder in this image; programs will find out
             os.makedirs(f"/{name}", exist_ok=True)
     # While the old root is mounted, the kernel allows another /proc, and to bind from it.
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
