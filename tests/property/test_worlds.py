@@ -11,6 +11,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from strands_env.sandbox import World
 from support.worlds import needs_worlds
 
@@ -148,6 +150,7 @@ def separated(folder):
 
 
 @needs_worlds
+@pytest.mark.timeout(max(300, PROGRAMS))
 def test_random_programs_leave_the_files_that_an_oracle_leaves():
     async def all_of_them():
         done = seed = 0
