@@ -139,7 +139,7 @@ async def _run(
     executable, *paths = _interpreter(python)
     visible = (*paths, *visible_paths)
     command = [executable, "-E", "-s", "-B", "-u", "-X", "utf8", "main.py"]
-    user = "nobody" if len(users()) > 1 else "root"  # whoever is root in a world can end the parent of its program
+    user = "nobody" if len(users()) > 1 else "root"  # root in a world can end the parent of its program
     image = Image(shows_machine=True, working_dir="/tmp", user=user, env={**VARIABLES, **environment()})
     async with World(image, limits=limits, visible_paths=visible, mode=mode) as world:
         await world.write("main.py", source)

@@ -37,7 +37,7 @@ ROUNDS = 50  # most attempts to end a tree of processes
 CHUNK = 1 << 20
 MOST_DESCRIPTORS = 1 << 16
 ENTRIES_PER_CHECK = 20_000
-INODE_BYTES = 1024  # of a file in memory, beside its content
+INODE_BYTES = 1024  # of a file in memory, next to its content
 # What Docker leaves to root, but CAP_NET_RAW, whose buffers are not counted: no CAP_SYS_ADMIN, CAP_NET_ADMIN, ...
 CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31})
 LAST_CAPABILITY = 63
@@ -226,7 +226,7 @@ class FirstProcess:
                     break
                 if os.WIFSTOPPED(status):
                     stopped = self._running.get(pid)
-                    if stopped is not None and not stopped.is_program:  # if it went on, programs could stop it again
+                    if stopped is not None and not stopped.is_program:  # programs could stop it again
                         os.kill(pid, signal.SIGKILL)
                     continue
                 ended = self._running.pop(pid, None)
