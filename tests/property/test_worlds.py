@@ -143,9 +143,9 @@ async def one_history(seed, folder):
 def separated(folder):
     """Make each name a file of its own: in an overlay, the names of a file part when a layer above changes one."""
     for path in Path(folder).rglob("*"):
-        if not path.is_symlink() and path.is_file() and path.stat().st_nlink > 1:
+        if (path.is_symlink() or path.is_file()) and path.lstat().st_nlink > 1:
             copy = path.with_name("separated")
-            shutil.copy2(path, copy)
+            shutil.copy2(path, copy, follow_symlinks=False)
             os.replace(copy, path)
 
 

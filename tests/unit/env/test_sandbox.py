@@ -1035,7 +1035,7 @@ def test_a_mode_that_does_not_work_is_an_error_before_anything_runs(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    for mode in MODES:
+    for mode in MODES if os.geteuid() == 0 else ("namespaces",):
         with pytest.raises(SandboxUnavailableError, match=f"{mode}: .*{broken}"):
             PythonSandbox(python=str(broken), mode=mode)
     with pytest.raises(ValueError, match="mode='none' is not one of namespaces, uid"):
