@@ -101,7 +101,8 @@ def sglang_model_factory(
     loaded: Any = get_tokenizer(tokenizer) if isinstance(tokenizer, str | PathLike) else tokenizer
     known = set(SGLangModel.SGLangConfig.__annotations__)
     if not known.issuperset(config):
-        raise ValueError(f"unknown configuration: {', '.join(sorted(set(config) - known))}")
+        unknown = ", ".join(sorted(set(config) - known))
+        raise ValueError(f"unknown configuration: {unknown}; the options are {', '.join(sorted(known))}")
     if model_id is not None:
         config["model_id"] = model_id
 
