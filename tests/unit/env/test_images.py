@@ -504,6 +504,7 @@ async def test_a_registry_may_want_credentials(layout):
     [
         ("127.0.0.1:{port}/team/app:2", "404: there is no such image"),
         ("127.0.0.1:1/team/app", "ConnectError"),
+        ("127.0.0.1:@example.org/a", "is not the name of an image"),
         ("Not A Name", "is not the name of an image"),
     ],
 )
@@ -512,6 +513,40 @@ async def test_an_image_that_cannot_be_pulled_says_why(layout, name, why, monkey
     with Registry(layout) as registry:
         with pytest.raises(ImageError, match=why):
             await pull_image(name.format(port=registry.port))
+
+
+async def test_only_the_registry_itself_gets_credentials(layout):
+    with Registry(layout, ("user", "password")) as other, Registry(layout, ("user", "password")) as registry:
+        registry.leads_to = f"http://127.0.0.1:{other.port}"
+        with pytest.raises(ImageError, match="wants credentials"):
+            await pull_image(f"127.0.0.1:{registry.port}/team/app:1", credentials=("user", "password"))
+    assert not any(path.startswith("/token") for path in other.asked)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "why"),
+    [
+        (b"x" * (17 << 20), "sends more than"),
+        (b"[" * 100_000, "RecursionError"),
+        (b'{"manifests": [1]}', "AttributeError"),
+        (b'{"config": {"mediaType": "x", "digest": "%s"}, "layers": []}', "AttributeError"),
+    ],
+)
+async def test_a_registry_may_be_hostile(layout, manifest, why):
+    config = layout.blob(b'{"config": null}', "x")["digest"].encode()
+    manifest = manifest.replace(b"%s", config)
+    with Registry(layout) as registry:
+        registry.manifest = manifest
+        with pytest.raises(ImageError, match=why):
+            await pull_image(f"127.0.0.1:{registry.port}/team/app:1")
+
+
+async def test_a_layer_is_not_larger_than_its_manifest_says(layout, monkeypatch):
+    monkeypatch.setattr(Layout, "blob", lambda self, *given, blob=Layout.blob: {**blob(self, *given), "size": 1})
+    layout.add("2", archive_of(member("x", b"x")))
+    with Registry(layout) as registry:
+        with pytest.raises(ImageError, match="sends more than 1 bytes"):
+            await pull_image(f"127.0.0.1:{registry.port}/team/app:2")
 
 
 # --- the network ---
