@@ -116,6 +116,8 @@ class Registry:
     def __init__(self, layout: Layout, credentials: tuple[str, str] | None = None) -> None:
         self.asked: list[str] = []
         self.faults: list[str] = []
+        self.leads_to = ""  # address for blobs
+        self.manifest: bytes | None = None  # instead of the right one
         registry, expected = self, credentials
 
         class Handler(BaseHTTPRequestHandler):
@@ -142,7 +144,11 @@ class Registry:
                 names = {each["annotations"]["org.opencontainers.image.ref.name"]: each for each in index}
                 path = layout.path(names[version]) if version in names else layout.path({"digest": version})
                 fault = registry.faults.pop(0) if registry.faults and kind == "blobs" else None
-                if fault == "unavailable":
+                if kind == "manifests" and registry.manifest is not None:
+                    self.answer(200, registry.manifest)
+                elif kind == "blobs" and registry.leads_to:
+                    self.answer(307, b"", {"Location": registry.leads_to + self.path})
+                elif fault == "unavailable":
                     self.answer(503, b"")
                 elif not path.exists():
                     self.answer(404, b"{}")

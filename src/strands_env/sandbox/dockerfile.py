@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,12 +17,16 @@ FLAGS["ADD"] = {"chown", "chmod", "link"}
 KNOWN = {*FLAGS, "ENV", "ARG", "WORKDIR", "USER", "SHELL"}
 # A world has no main process and no ports: programs are run by `execute`.
 IGNORED = {"CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"}
-_HERE_DOCUMENT = re.compile(r"""(?:^|\s)\d*<<(-?)(["']?)([A-Za-z_]\w*)\2""")
+_HERE_DOCUMENT = re.compile(  # or what is quoted, in which there is none
+    r"""(?:^|\s)\d*<<(-?)(["']?)([A-Za-z_][^\s"'<>|&;()]*)\2|'[^']*'|"(?:\\.|[^"\\])*"|\\."""
+)
+_CONTINUES = re.compile(r"(?<!\\)\\[ \t]*$")
 _PIECE = re.compile(
     r"""'(?P<literal>[^']*)'|"(?P<quoted>(?:\\.|[^"\\])*)"|\\(?P<escaped>.)|(?P<space>\s+)|(?P<plain>[^'"\\\s]+)"""
 )
 _VARIABLE = re.compile(
-    r"\\(?P<escaped>[\\$\"])|\$\{(?P<braced>\w+)(?::(?P<sign>[-+])(?P<word>[^}]*))?\}|\$(?P<name>\w+)"
+    r"\\(?P<escaped>[\\$\"])|\$\{(?P<braced>\w+)(?:(?P<sign>:?[-+])(?P<word>(?:[^{}]|\{[^{}]*\})*))?\}"
+    r"|\$(?P<name>\w+)|(?P<other>\$\{)"
 )
 
 
@@ -89,14 +94,14 @@ def read_dockerfile(text: str) -> tuple[list[Instruction], list[Stage]]:
 
 
 def _instructions(text: str) -> Iterable[Instruction]:
-    lines = text.splitlines()
+    lines = text.split("\n")
     if any(re.match(r"#\s*escape\s*=\s*`", line) for line in lines[:3]):
         raise ImageError("line 1: another escape character is not supported")
     following = iter(enumerate(lines, 1))
     for number, line in following:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        while line.rstrip().endswith("\\"):
+        while _CONTINUES.search(line):
             _, more = next(following, (0, None))
             if more is None or (more.strip() and not more.lstrip().startswith("#")):
                 line = line.rstrip()[:-1] + (more or "")
@@ -105,7 +110,8 @@ def _instructions(text: str) -> Iterable[Instruction]:
         while flag := re.match(r"\s*--(\w+)(?:=(\S+))?\s", rest):
             flags[flag[1]] = " ".join([*flags.get(flag[1], "").split(), flag[2] or "true"])
             rest = rest[flag.end() :]
-        documents = _HERE_DOCUMENT.findall(rest) if name.upper() in ("RUN", "COPY", "ADD") else []
+        found = _HERE_DOCUMENT.findall(rest) if name.upper() in ("RUN", "COPY", "ADD") else []
+        documents = [each for each in found if each[2]]
         script = rest.strip()
         is_script = len(documents) == 1 and _HERE_DOCUMENT.fullmatch(script) is not None
         for dash, _, mark in documents:
@@ -115,6 +121,8 @@ def _instructions(text: str) -> Iterable[Instruction]:
                 body.append(inner)
                 if inner == mark:
                     break
+            else:
+                raise ImageError(f"line {number}: the here-document does not end: no line is {mark}")
             script = "\n".join(body[:-1]) if is_script else "\n".join([script, *body])
         if documents and name.upper() != "RUN":
             raise ImageError(f"line {number}: here-documents of {name} are not supported")
@@ -124,6 +132,14 @@ def _instructions(text: str) -> Iterable[Instruction]:
 def _check(each: Instruction) -> None:
     if each.name not in KNOWN | IGNORED:
         raise each.error("not supported")
+    if each.name in IGNORED:
+        return
+    needed = 2 if each.name in ("COPY", "ADD") else 1
+    given = [each.text] if each.name in ("RUN", "SHELL") and each.text else each.values({})
+    if len(given) < needed:
+        raise each.error("an argument is missing")
+    if each.name == "RUN" and each.text.startswith("#!"):
+        raise each.error("another interpreter is not supported: give it the here-document, as in RUN python3 <<END")
     for flag, value in each.flags.items():
         is_fine = flag in FLAGS.get(each.name, ())
         if flag == "mount":  # a cache is a folder that may be empty
@@ -171,33 +187,41 @@ def words(text: str, variables: Mapping[str, str]) -> list[str]:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `$name`, `${name}`, `${name:-word}` and `${name:+word}`."""
+    """Replace `$name`, `${name}`, and with a word for what is unset (`-`, `+`) or empty, too (`:-`, `:+`).
+
+    Raises:
+        ImageError: It has another form.
+    """
 
     def value(found: re.Match[str]) -> str:
         if found["escaped"] is not None:
             return found["escaped"]
-        known = variables.get(found["braced"] or found["name"], "")
-        if found["sign"] == "-":
-            return known or expand(found["word"], variables)
-        if found["sign"] == "+":
-            return expand(found["word"], variables) if known else ""
+        if found["other"] is not None:
+            raise ImageError(f"this form of a variable is not supported: {text}")
+        name, sign = found["braced"] or found["name"], found["sign"] or ""
+        known = variables.get(name, "")
+        is_there = bool(known) if sign.startswith(":") else name in variables
+        if sign.endswith("-"):
+            return known if is_there else expand(found["word"], variables)
+        if sign.endswith("+"):
+            return expand(found["word"], variables) if is_there else ""
         return known
 
     return _VARIABLE.sub(value, text)
 
 
 def pairs(instruction: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the names and values of ENV or ARG; the value is empty for an ARG without one."""
+    """Return the names and values of ENV or ARG, without an ARG that has no value."""
     found = words(instruction.text, variables)
     if "=" not in instruction.text.split()[0] and instruction.name == "ENV":  # the old form `ENV name value`
         return {found[0]: " ".join(found[1:])}
-    return {name: value for name, _, value in (word.partition("=") for word in found)}
+    return {name: value for name, sign, value in (word.partition("=") for word in found) if sign}
 
 
 def ignores(text: str) -> Callable[[str, bool], bool]:
     """Return what tells whether `.dockerignore` leaves out a path of the context, which may be a folder."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    rules = [(not line.startswith("!"), _pattern(line.lstrip("!"))) for line in lines]
+    rules = [(not line.startswith("!"), _pattern(os.path.normpath(line.lstrip("! ")))) for line in lines if line != "."]
     has_exceptions = not all(leaves_out for leaves_out, _ in rules)
 
     def is_ignored(path: str, is_folder: bool) -> bool:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from .dockerfile import ARCHITECTURE, IGNORED, Instruction, ignores, json_list, pairs, read_dockerfile
+from .dockerfile import ARCHITECTURE, IGNORED, Instruction, ignores, json_list, pairs, read_dockerfile, words
 from .inside.file_system import PATH
 from .layers import Layer, image_layer, keep, new_layer
 from .world import (
@@ -36,12 +37,13 @@ from .world import (
     in_thread,
     of_root,
     pack,
+    write_archive,
 )
 
 logger = logging.getLogger(__name__)
 
-IMAGE_LIMITS = replace(WORLD_LIMITS, wall_s=3_600.0, disk_bytes=32 << 30, output_bytes=64 << 20)
-"""Limits of making an image, unless you pass others: an hour for a `RUN`, 32 GB for a layer."""
+IMAGE_LIMITS = replace(WORLD_LIMITS, wall_s=3_600.0, disk_bytes=32 << 30, output_bytes=128 << 20)
+"""Limits of making an image, unless you pass others: an hour and 128 MB of output for a `RUN`, 32 GB for a layer."""
 
 SHOWN_BYTES = 2_000  # of a failed program's output
 WAIT_S = 0.05
@@ -129,7 +131,8 @@ class _Layout:
     async def file(self, descriptor: Mapping[str, Any]) -> Path:
         kind, _, digest = descriptor["digest"].partition(":")
         path = self._path / "blobs" / kind / digest
-        if kind != "sha256" or await in_thread(_sha256, path) != digest:
+        is_fine = kind == "sha256" and re.fullmatch("[0-9a-f]{64}", digest) and path.is_file()
+        if not is_fine or await in_thread(_sha256, path) != digest:
             raise ImageError(f"{path} is not what its name says: the layout is damaged")
         return path
 
@@ -148,9 +151,11 @@ async def _unpacked(source: Source, manifest: Mapping[str, Any], limits: Sandbox
     described = json.loads(await source.content(manifest["config"]))
     if not _fits(described):
         raise ImageError(f"the image is for {described['architecture']}, and this machine is {ARCHITECTURE}")
-    for kind in [each["mediaType"] for each in manifest["layers"]]:
-        if not kind.endswith(("tar", "tar+gzip", "tar.gzip")):
-            raise ImageError(f"layers of {kind} are not supported")
+    for each in manifest["layers"]:
+        if not each["mediaType"].endswith(("tar", "tar+gzip", "tar.gzip")):
+            raise ImageError(f"layers of {each['mediaType']} are not supported")
+        if each["size"] > limits.disk_bytes:
+            raise ImageError(f"a layer has {each['size']} bytes, which is more than the limit on disk")
     settings = described.get("config", {})
     image = Image(
         env=dict(text.partition("=")[::2] for text in settings.get("Env") or ()),
@@ -225,9 +230,13 @@ async def build_image(
         SandboxUnavailableError: The machine does not allow worlds with this network.
     """
     context = Path(context)
+    is_inside = dockerfile is None
     dockerfile = Path(dockerfile or context / "Dockerfile")
     async with _says_what_failed(str(dockerfile)):
-        build = _Build(dockerfile.read_text(), context, args or {}, dict(images or {}))
+        for path in (*([dockerfile] if is_inside else []), context / ".dockerignore"):
+            if not path.resolve().is_relative_to(context.resolve()):
+                raise ImageError(f"{path} leads out of the context")
+        build = _Build(dockerfile.read_text("utf-8-sig"), context, args or {}, dict(images or {}))
         build.network = network
         build.limits = limits
         build.on_output = on_output
@@ -256,9 +265,9 @@ class _Build:
 
     def arguments(self, each: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
         """Return the values of an ARG: given, its default, or as before the first stage."""
-        defaults = pairs(each, variables)
-        values = {name: self._args.get(name) or value or self._arguments.get(name) for name, value in defaults.items()}
-        return {name: value for name, value in values.items() if value}
+        names = [word.partition("=")[0] for word in words(each.text, variables)]
+        known = {**self._arguments, **pairs(each, variables), **self._args}
+        return {name: known[name] for name in names if name in known}
 
     async def stage(self, number: int) -> Image:
         """Return the image of a stage."""
@@ -310,6 +319,11 @@ class _Stage:
         path = os.path.join(self.image.working_dir, *each.values(self._variables))
         self.image = replace(self.image, working_dir=os.path.normpath(path))
 
+        async def make(world: World) -> None:
+            """Do nothing: a world makes its working directory."""
+
+        await self._layer(each, [], make)
+
     async def user(self, each: Instruction) -> None:
         self.image = replace(self.image, user=each.values(self._variables)[0])
 
@@ -329,7 +343,7 @@ class _Stage:
                 why = f"exit code {ran.exit_code}" if ran.ended == "exited" else f"it exceeded the limit on {ran.ended}"
                 raise each.error(f"{why}\n{ran.output[-SHOWN_BYTES:]}")
 
-        await self._layer(each, [command, arguments], make, self._build.network)
+        await self._layer(each, [command, arguments, self._build.network], make, self._build.network)
 
     async def add(self, each: Instruction) -> None:
         for path in self._in_context(each, each.values(self._variables)[:-1]):
@@ -353,9 +367,14 @@ class _Stage:
             for path, change in changes.items():
                 packs = functools.partial(in_thread, pack, path.resolve(), change)
                 await world._unpack(target, owner or "root", path.name, packs)
+            if await digests() != before:
+                raise each.error("a file changed while it was copied")
 
-        digests = [[path.name, await in_thread(_digest, path.resolve(), change)] for path, change in changes.items()]
-        await self._layer(each, [digests, target, owner], make)
+        async def digests() -> list[list[str]]:
+            return [[path.name, await in_thread(_digest, path.resolve(), change)] for path, change in changes.items()]
+
+        before = await digests()
+        await self._layer(each, [before, target, owner], make)
 
     async def _copy_from(self, each: Instruction, image: Image, sources: list[str], target: str, owner: str) -> None:
         async def make(world: World) -> None:
@@ -426,8 +445,7 @@ def _digest(path: Path, change: Change) -> str:
         member.mtime = 0
         return change(member)
 
-    with tarfile.open(fileobj=SimpleNamespace(write=digest.update), mode="w|") as archive:
-        archive.add(path, arcname=".", filter=without_time)
+    write_archive(path, without_time, SimpleNamespace(write=digest.update))
     return digest.hexdigest()
 
 
@@ -444,6 +462,7 @@ async def _alone(layer: Layer) -> AsyncIterator[None]:
                 await asyncio.sleep(WAIT_S)
         yield
     finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a fork of this process may have it, too
         os.close(lock)
 
 
@@ -455,5 +474,5 @@ async def _says_what_failed(what: str) -> AsyncIterator[None]:
         raise
     except SandboxError as error:
         raise ImageError(f"{what}: {error}") from error.__cause__
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ImageError(f"{what}: {type(error).__name__}: {error}") from error

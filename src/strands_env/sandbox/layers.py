@@ -28,6 +28,7 @@ from .inside.file_system import remove
 
 FOLDER_VARIABLE = "STRANDS_ENV_WORLDS"
 OF_IMAGE = "i-"
+HOW_MADE = 1  # another number where the same content makes other files than before
 EMPTY_LAYER = f"{OF_IMAGE}empty"  # the kernel wants at least one below a world's own
 UNFINISHED_S = 60.0
 SPARE_USERS = (2_000_000_000, 1 << 23)  # twice as many as there can be processes
@@ -114,7 +115,7 @@ def new_layer() -> Layer:
 
 def image_layer(*content: object) -> Layer:
     """Return the layer of an image that this content makes; perhaps there is none yet."""
-    text = json.dumps([users(), *content])  # its files belong to them
+    text = json.dumps([HOW_MADE, users(), *content])  # its files belong to them
     return Layer(OF_IMAGE + hashlib.sha256(text.encode()).hexdigest()[:20])
 
 

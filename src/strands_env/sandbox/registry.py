@@ -21,6 +21,7 @@ MANIFESTS = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.dock
 TIMEOUT_S = 60.0
 PAUSE_S = 1.0  # before the second attempt, and twice as long before each further one
 ATTEMPTS = 4  # the first one finds out how to authorize
+MOST_BYTES = 16 << 20  # of a manifest or a configuration
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Reference:
         Raises:
             ImageError: It is not a reference.
         """
-        host_and_name = r"(?:([^/]*[.:][^/]*|localhost)/)?([a-z0-9._/-]+)"
+        host_and_name = r"(?:([\w.-]*\.[\w.-]*(?::\d+)?|[\w.-]+:\d+|localhost)/)?([a-z0-9._/-]+)"
         found = re.fullmatch(host_and_name + r"(?::([\w.-]+))?(?:@(sha256:[0-9a-f]{64}))?", text)
         if found is None:
             raise ImageError(f"{text!r} is not the name of an image")
@@ -95,15 +96,15 @@ class Registry:
         """Return a file with a layer's archive, until the next call."""
         path = self._downloads / "layer"
         with open(path, "wb") as file:
-            await self._get("blobs", descriptor["digest"], descriptor["digest"], file)
+            await self._get("blobs", descriptor["digest"], descriptor["digest"], file, descriptor["size"])
         return path
 
     async def _read(self, kind: str, version: str, digest: str | None) -> bytes:
         content = io.BytesIO()
-        await self._get(kind, version, digest, content)
+        await self._get(kind, version, digest, content, MOST_BYTES)
         return content.getvalue()
 
-    async def _get(self, kind: str, version: str, digest: str | None, into: BinaryIO) -> None:
+    async def _get(self, kind: str, version: str, digest: str | None, into: BinaryIO, most: int) -> None:
         url = f"{self._address}/{kind}/{version}"
         why = ""
         for attempt in range(ATTEMPTS):
@@ -116,13 +117,15 @@ class Registry:
                         why = "it refuses the credentials" if self._credentials else "it wants credentials"
                         continue
                     if response.is_client_error and response.status_code != httpx.codes.TOO_MANY_REQUESTS:
-                        raise ImageError(f"{url} answers {response.status_code}: there is no such image")
+                        raise ImageError(f"{url} answers {response.status_code} {response.reason_phrase}")
                     response.raise_for_status()
                     found = hashlib.sha256()
                     async for piece in response.aiter_bytes():
                         found.update(piece)
                         into.write(piece)
-            except httpx.HTTPError as error:
+                        if into.tell() > most:
+                            raise ImageError(f"{url} sends more than {most} bytes")
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 why = f"{type(error).__name__}: {error}"
                 await asyncio.sleep(PAUSE_S * 2**attempt)
                 continue
@@ -133,13 +136,18 @@ class Registry:
 
     async def _authorization(self, response: httpx.Response) -> str:
         """Return the header that a registry wants (https://distribution.github.io/distribution/spec/auth/token/)."""
+        if response.history:  # only the registry itself may say who gets the credentials
+            raise ImageError(f"{response.url.host}, to which {self._address} leads, wants credentials")
         wanted = response.headers.get("WWW-Authenticate", "")
         if not wanted.lower().startswith("bearer"):
             if self._credentials is None:
                 raise ImageError(f"{self._address} wants credentials")
             return "Basic " + base64.b64encode(":".join(self._credentials).encode()).decode()
         fields = dict(re.findall(r'(\w+)="([^"]*)"', wanted))
-        answer = await self._client.get(fields.pop("realm"), params=fields, auth=self._credentials)
+        realm = fields.pop("realm")
+        if self._address.startswith("https:") and not realm.startswith("https:"):
+            raise ImageError(f"{self._address} wants credentials without TLS")
+        answer = await self._client.get(realm, params=fields, auth=self._credentials)
         if answer.is_error:
             raise ImageError(f"{self._address} gives no access: {answer.status_code} {answer.text[:200]}")
         found = answer.json()

@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import tarfile
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -44,7 +45,7 @@ CHUNK = 1 << 16
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 OPTIONS_BYTES = 4_000  # of a mount: a page
 FIRST_FILES: Mapping[str, str] = {
-    "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "/etc/hosts": "127.0.0.1 localhost world\n::1 localhost\n",
     "/etc/passwd": "root:x:0:0::/root:/bin/sh\nnobody:x:65534:65534::/tmp:/bin/sh\n",
     "/etc/group": "root:x:0:\nnogroup:x:65534:\n",
 }
@@ -540,7 +541,7 @@ class World:
 
         async def packs(pipe: int) -> None:
             with contextlib.suppress(BrokenPipeError):  # the other side tells why
-                await other._with_files({"do": "pack", "path": source, "name": "."}, pipe)
+                await other._with_files({"do": "pack", "path": source, "name": ".", "follows": True}, pipe)
 
         await self._unpack(target, owner, os.path.basename(source), packs)
 
@@ -570,11 +571,11 @@ class World:
     async def _with_files(self, request: dict[str, Any], *files: int) -> None:
         """Have the world read or write files or pipes, which are closed."""
         try:
-            number = await self._begin(request, files, FILE_S)
+            number = await self._begin(request, files, max(FILE_S, self.limits.wall_s))
         finally:
             for file in files:
                 os.close(file)
-        answer = await self._end(number, FILE_S)
+        answer = await self._end(number, max(FILE_S, self.limits.wall_s))
         if answer["ended"] != "exited" or answer["code"] < 0:  # programs can cause both
             why = f"a program or a limit of the world ended this: {answer['ended']}"
             raise OSError(errno.EINTR, why, request["path"])
@@ -779,8 +780,21 @@ def of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
 def pack(source: str | os.PathLike[str], change: Change, pipe: int) -> None:
     """Write the file or folder `.` to a pipe as an archive; `change` leaves out members for which it returns None."""
     with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "wb") as stream:
-        with tarfile.open(fileobj=stream, mode="w|") as archive:
-            archive.add(source, arcname=".", filter=change)
+        write_archive(source, change, stream)
+
+
+def write_archive(source: str | os.PathLike[str], change: Change, stream: Any) -> None:
+    """Write the file or folder `.` to a stream, as for `pack`."""
+
+    def changed(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        kept = change(member)
+        if kept is None:
+            archive.inodes.clear()  # type: ignore[attr-defined] # so that no later member is a link to this one
+        return kept
+
+    with tarfile.open(fileobj=stream, mode="w|") as archive:
+        archive.members = deque(maxlen=0)  # type: ignore[attr-defined] # a million of them would fill the memory
+        archive.add(source, arcname=".", filter=changed)
 
 
 def _unpack(pipe: int, target: str, most: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -23,6 +24,7 @@ from strands_env.sandbox import (
     pull_image,
 )
 from strands_env.sandbox.dockerfile import expand, ignores, read_dockerfile, words
+from strands_env.sandbox.world import pack
 from support.oci import LAYER, Layout, Registry, archive_of, archive_of_folder, make_root, member
 from support.worlds import needs_worlds, worlds_folder
 
@@ -73,12 +75,13 @@ async def output_of(image, command, **options):
         (r"\$A a\ b \"", ["$A", "a b", '"']),
         (r'"\$A \" \n"', [r"$A \" \n".replace("\\\"", '"')]),
         ("${A}x$A_y ${B:-$A} ${A:-2} ${A:+3} ${B:+4}", ["1x", "1", "1", "3", ""]),
+        ("${A:-${B}} ${B:-${A}} ${B-x} ${A+y} ${EMPTY-x} ${EMPTY:-x}", ["1", "1", "x", "y", "", "x"]),
         ("x='a b'c", ["x=a bc"]),
         ("", []),
     ],
 )  # fmt: skip
 def test_words_of_an_instruction(text, expected):
-    assert words(text, {"A": "1"}) == expected
+    assert words(text, {"A": "1", "EMPTY": ""}) == expected
 
 
 def test_a_quote_that_is_not_closed_is_an_error():
@@ -98,6 +101,7 @@ def test_variables_that_are_not_there_are_empty():
         ("/d/", ["d", "d/a"], ["e/d", "da"]),
         ("d/**\n!d/keep", ["d/a"], ["d/keep", "d"]),
         ("a?[0-9]", ["ab1"], ["ab", "abc"]),
+        ("./a//b\n.", ["a/b", "a/b/c"], ["b"]),
         ("# no\n\nx+", ["x+"], ["xx", "# no"]),
     ],
 )
@@ -111,6 +115,13 @@ def test_lines_continue_over_comments_and_here_documents_stay_whole():
     _, [stage] = read_dockerfile(text)
     found = [(each.line, each.text) for each in stage.instructions]
     assert found == [(2, "one   two"), (6, "# yes\nx"), (10, "cat <<-'E' > /x\ny\nE"), (13, "z")]
+
+
+def test_what_is_quoted_has_no_here_document_and_two_backslashes_do_not_continue():
+    text = "FROM a\nHEALTHCHECK --interval=5s CMD true\nRUN echo '1 <<x' \" <<y\"\nRUN a\\\\\nRUN cat <<E-F\n\f\nE-F\n"
+    _, [stage] = read_dockerfile(text)
+    assert [each.line for each in stage.instructions] == [2, 3, 4, 5]
+    assert stage.instructions[-1].text == "cat <<E-F\n\f\nE-F"
 
 
 async def test_a_dockerfile_does_what_it_does_in_docker(base, context):
@@ -173,6 +184,65 @@ async def test_instructions_run_as_their_user(base, context):
     assert await output_of(image, "cat ~/id; id -u; stat -c %u /mine") == "1000\n1000\n1000\n"
 
 
+async def test_folders_links_and_arguments_are_as_in_docker(base, context):
+    made = context(
+        """\
+        FROM base AS origin
+        RUN echo real > /real && ln -s real /link
+        FROM scratch AS whole
+        COPY --from=origin / /
+        FROM whole
+        ARG EMPTY= GIVEN=default
+        RUN set -u; echo "[$EMPTY$GIVEN]" > /arguments
+        COPY --from=origin /link /copied
+        WORKDIR /made
+        WORKDIR /
+        COPY --chown=5:7 a /new/inner/
+        COPY . /twice
+        COPY . /twice
+        RUN ln -s /arguments /over
+        COPY a /over
+        """,
+        a="a",
+        **{".dockerignore": "a\n!a\n0\n"},
+    )
+    os.link(made / "a", made / "0")  # is left out, so `a` may not be a link to it
+    os.link(made / "a", made / "b")
+    image = await build_image(made, images={"base": base}, network="none", args={"GIVEN": ""})
+    output = await output_of(image, "cat /copied /real /arguments /twice/a /twice/b /over; stat -c '%u %n' /made /new")
+    assert output == f"real\nreal\n[]\naaa0 /made\n{5 if IS_ROOT else 0} /new\n"
+
+
+async def test_much_output_is_fine(base, context):
+    made = context("FROM base\nCOPY text /\nRUN for i in 1 2 3; do cat /text; done\n", text="x" * 1_000_000)
+    assert await build_image(made, images={"base": base}, network="none")
+
+
+async def test_a_file_that_changes_while_it_is_copied_is_an_error(base, context, monkeypatch):
+    made = context("FROM base\nCOPY a /\n", a="a")
+    with monkeypatch.context() as patch:
+        patch.setattr("strands_env.sandbox.images.pack", lambda *given: [(made / "a").write_text("b"), pack(*given)])
+        with pytest.raises(ImageError, match="line 2: COPY a /: a file changed while it was copied"):
+            await build_image(made, images={"base": base}, network="none")
+    assert await output_of(await build_image(made, images={"base": base}, network="none"), "cat /a") == "b"
+
+
+async def test_a_fork_of_the_process_does_not_keep_others_from_a_layer(base, context):
+    made = context("FROM base\nRUN sleep 0.5; exit 1\n")
+    building = asyncio.create_task(build_image(made, images={"base": base}, network="none"))
+    await asyncio.sleep(0.3)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        for build in (building, build_image(made, images={"base": base}, network="none")):
+            with pytest.raises(ImageError, match="exit code 1"):
+                await asyncio.wait_for(build, 10)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 async def test_what_was_built_is_kept_until_a_file_or_an_instruction_changes(base, context):
     ran = []
 
@@ -217,6 +287,12 @@ async def test_builds_at_the_same_time_make_a_layer_once(base, context):
         ("RAN\nCOPY --chmod=u+x a /", r"--chmod=u\+x is not supported"),
         ("RAN\nCOPY --parents a /", "--parents=true is not supported"),
         ("RAN\nADD https://example.org/x /", "fetch it with RUN"),
+        ("RAN\nRUN <<EOF\necho", "line 3: the here-document does not end: no line is EOF"),
+        ("RAN\nRUN <<EOF\n#!/bin/cat\nEOF", "another interpreter is not supported"),
+        ("RAN\nENV A=${B%.*}", "this form of a variable is not supported"),
+        ("RAN\nUSER", "an argument is missing"),
+        ("RAN\nENV", "an argument is missing"),
+        ("RAN\nCOPY Dockerfile", "an argument is missing"),
         ("RAN\nCOPY <<EOF /x\na\nEOF", "line 3: here-documents of COPY are not supported"),
         ("# escape=`\nFROM base", "escape character"),
     ],
@@ -265,6 +341,16 @@ async def test_a_dockerfile_may_be_elsewhere_and_must_exist(base, context, tmp_p
     assert await output_of(image, "cat /copied") == "FROM scratch"
     with pytest.raises(ImageError, match="No such file"):
         await build_image(tmp_path, network="none")
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", ".dockerignore"])
+async def test_a_context_does_not_lead_to_files_outside(base, context, tmp_path, name):
+    made = context("FROM base\n")
+    (tmp_path / "outside").write_text("SECRET of this machine")
+    (made / name).unlink(missing_ok=True)
+    (made / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(ImageError, match="leads out of the context$"):
+        await build_image(made, images={"base": base}, network="none")
 
 
 # --- layouts ---
@@ -416,8 +502,9 @@ async def test_a_registry_may_want_credentials(layout):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("127.0.0.1:{port}/team/app:2", "404: there is no such image"),
+        ("127.0.0.1:{port}/team/app:2", "answers 404 Not Found"),
         ("127.0.0.1:1/team/app", "ConnectError"),
+        ("127.0.0.1:@example.org/a", "is not the name of an image"),
         ("Not A Name", "is not the name of an image"),
     ],
 )
@@ -426,6 +513,40 @@ async def test_an_image_that_cannot_be_pulled_says_why(layout, name, why, monkey
     with Registry(layout) as registry:
         with pytest.raises(ImageError, match=why):
             await pull_image(name.format(port=registry.port))
+
+
+async def test_only_the_registry_itself_gets_credentials(layout):
+    with Registry(layout, ("user", "password")) as other, Registry(layout, ("user", "password")) as registry:
+        registry.leads_to = f"http://127.0.0.1:{other.port}"
+        with pytest.raises(ImageError, match="wants credentials"):
+            await pull_image(f"127.0.0.1:{registry.port}/team/app:1", credentials=("user", "password"))
+    assert not any(path.startswith("/token") for path in other.asked)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "why"),
+    [
+        (b"x" * (17 << 20), "sends more than"),
+        (b"[" * 100_000, "RecursionError"),
+        (b'{"manifests": [1]}', "AttributeError"),
+        (b'{"config": {"mediaType": "x", "digest": "%s"}, "layers": []}', "AttributeError"),
+    ],
+)
+async def test_a_registry_may_be_hostile(layout, manifest, why):
+    config = layout.blob(b'{"config": null}', "x")["digest"].encode()
+    manifest = manifest.replace(b"%s", config)
+    with Registry(layout) as registry:
+        registry.manifest = manifest
+        with pytest.raises(ImageError, match=why):
+            await pull_image(f"127.0.0.1:{registry.port}/team/app:1")
+
+
+async def test_a_layer_is_not_larger_than_its_manifest_says(layout, monkeypatch):
+    monkeypatch.setattr(Layout, "blob", lambda self, *given, blob=Layout.blob: {**blob(self, *given), "size": 1})
+    layout.add("2", archive_of(member("x", b"x")))
+    with Registry(layout) as registry:
+        with pytest.raises(ImageError, match="sends more than 1 bytes"):
+            await pull_image(f"127.0.0.1:{registry.port}/team/app:2")
 
 
 # --- the network ---

@@ -27,6 +27,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from . import file_system, kernel
@@ -408,7 +409,7 @@ def find_user(wanted: str) -> User:
     if found is not None:
         name, uid, gid, home = found[0], int(found[2]), int(found[3]), found[5]
     elif name.isdigit():
-        uid, gid, home = int(name), int(name), "/"
+        uid, gid, home = int(name), 0, "/"
     elif name == "root":
         uid, gid, home = 0, 0, "/root"
     else:
@@ -493,7 +494,9 @@ def _pack(request: dict[str, Any]) -> None:
     with os.fdopen(0, "wb") as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         # A million of them would fill the memory.
         archive.members = deque(maxlen=0)  # type: ignore[attr-defined]
-        archive.add(request["path"], arcname=request["name"])
+        path = os.path.realpath(request["path"]) if request.get("follows") else request["path"]
+        mounts = [f"{request['name']}/{name}" for name in ("dev", "proc")] if path == "/" else []
+        archive.add(path, arcname=request["name"], filter=lambda member: None if member.name in mounts else member)
 
 
 def _unpack(request: dict[str, Any]) -> None:
@@ -501,18 +504,25 @@ def _unpack(request: dict[str, Any]) -> None:
     target = request["path"]
     owner = find_user("root" if request["is_only_user"] else request["owner"] or "root")
     is_there = os.path.isdir(target)
-    os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+    folder = Path(os.path.dirname(target) or ".")
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    os.makedirs(folder, exist_ok=True)
+    for each in missing:
+        os.chown(each, owner.uid, owner.gid)
     for archive, member in _members():
         if request["owner"] or request["is_only_user"]:
             member.uid, member.gid = owner.uid, owner.gid
-        folder = target
+        into = target
         if member.name == "." and member.isdir():
             if is_there:  # it stays as it is
                 continue
         elif member.name == ".":
             path = os.path.join(target, request["name"]) if is_there or target.endswith("/") else target
-            folder, member.name = os.path.split(path)
-        archive.extract(member, folder or ".", numeric_owner=True)
+            into, member.name = os.path.split(path)
+        path = os.path.join(into, member.name)
+        if os.path.lexists(path) and not member.isdir() and not _is_folder(path):
+            os.unlink(path)
+        archive.extract(member, into or ".", numeric_owner=True)
 
 
 def _unpack_layer(request: dict[str, Any]) -> None:
@@ -561,6 +571,7 @@ def _members() -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """Yield the members of the archive that descriptor 0 has, but no devices."""
     with os.fdopen(0, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r|*") as archive:
         archive.extraction_filter = unchanged
+        archive.errorlevel = 2  # an owner that this machine cannot give is an error
         for member in archive:
             if not member.ischr() and not member.isblk():
                 yield archive, member
