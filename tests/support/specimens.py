@@ -42,6 +42,12 @@ class Writer:
             return call(expression=f"{self.rng.randrange(90)}+{self.rng.randrange(90)}")
         return self.text()
 
+    def cut(self):
+        """Return an answer that ends early: in a text, in a tool call, or after one."""
+        said = self.rng.choice(("", self.text()))
+        cut_call = call(expression=f"{self.rng.randrange(90)}+1")[: self.rng.choice((-16, None))]
+        return ScriptedAnswer(self.rng.choice((self.text(), said + cut_call)), finish_reason="length")
+
     def text(self):
         """Return a sentence."""
         return " ".join(self.rng.choices(WORDS, k=self.rng.randrange(2, 9))) + "."
@@ -94,7 +100,7 @@ async def episode(tokenizer, seed, *, experts=False):
         elif kind == "rewind" and len(agent.messages) > 2:
             agent.messages[:] = agent.messages[:2]
         elif kind == "short":
-            writer.next = [ScriptedAnswer(writer.text(), finish_reason="length")]
+            writer.next = [writer.cut()]
         elif kind == "cut":
             writer.next = [ScriptedAnswer(writer.text(), finish_reason="abort"), writer.text()]
         try:
@@ -165,7 +171,8 @@ def write_evaluation(folder, tokenizer, *, prompts=3, samples=4):
 
     async def run():
         rng = random.Random(prompts)
-        server = ScriptedSGLang(tokenizer, lambda request: Writer(rng).text())
+        writer = Writer(rng)
+        server = ScriptedSGLang(tokenizer, lambda request: writer.cut() if rng.random() < 0.4 else writer.text())
         rewards = iter([n / 8 for n in range(prompts * samples)])
 
         async def reward():

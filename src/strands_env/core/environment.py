@@ -66,7 +66,16 @@ from .supervision import (
     start_limited,
     take_turn,
 )
-from .types import Action, Observation, RewardError, RewardFunction, RewardResult, StepResult, TokenObservation
+from .types import (
+    UNWRITTEN,
+    Action,
+    Observation,
+    RewardError,
+    RewardFunction,
+    RewardResult,
+    StepResult,
+    TokenObservation,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +161,7 @@ class EpisodeHooks(HookProvider):
         self.limiter.register_hooks(registry)
         registry.add_callback(BeforeModelCallEvent, self._take_turn, order=HookOrder.SDK_FIRST)
         registry.add_callback(AfterModelCallEvent, self._record_error)
+        registry.add_callback(AfterModelCallEvent, self._mark_cut_calls, order=HookOrder.SDK_LAST)
         registry.add_callback(BeforeToolCallEvent, self._check_call, order=HookOrder.SDK_LAST)
 
     async def _take_turn(self, event: BeforeModelCallEvent) -> None:
@@ -161,6 +171,15 @@ class EpisodeHooks(HookProvider):
 
     def _record_error(self, event: AfterModelCallEvent) -> None:
         self.model_error = event.exception
+
+    def _mark_cut_calls(self, event: AfterModelCallEvent) -> None:
+        """Note which blocks of a cut answer Strands replaces, one by one, with text of its own: the tool calls."""
+        answer = event.stop_response
+        if answer is None or answer.stop_reason != "max_tokens":
+            return
+        cut = [number for number, block in enumerate(answer.message["content"]) if "toolUse" in block]
+        if cut:
+            answer.message.setdefault("metadata", {}).setdefault("custom", {})[UNWRITTEN] = cut
 
     def _check_call(self, event: BeforeToolCallEvent) -> None:
         limit = self._exceeded_limit(event)

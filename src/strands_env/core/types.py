@@ -16,6 +16,9 @@ from strands_sglang.credit import Episode
 
 from .identity import Identified
 
+UNWRITTEN = "unwritten_blocks"
+"""Key in a message's `metadata.custom`: positions of the blocks that Strands wrote in place of cut tool calls."""
+
 
 class TaskContext(BaseModel):
     """Data of a task besides its message. Additional fields are kept unchanged.
@@ -133,13 +136,17 @@ class Observation(BaseModel):
 
     @property
     def final_response(self) -> str | None:
-        """The text of the last message, without reasoning in `<think>` or similar tags.
+        """The text that the model wrote in the last message, without reasoning in `<think>` or similar tags.
 
-        None if the last message is not the assistant's, or if it has no text besides reasoning.
+        None if the last message is not the assistant's, or if it has no text besides reasoning. What Strands writes in
+        place of a tool call that was cut at `max_new_tokens` is left out.
         """
         if not self.messages or self.messages[-1]["role"] != "assistant":
             return None
-        texts = [block["text"] for block in self.messages[-1]["content"] if "text" in block]
+        last = self.messages[-1]
+        unwritten = last.get("metadata", {}).get("custom", {}).get(UNWRITTEN, ())
+        blocks = [block for number, block in enumerate(last["content"]) if number not in unwritten]
+        texts = [block["text"] for block in blocks if "text" in block]
         if not texts:
             return None
         text = "\n".join(texts)

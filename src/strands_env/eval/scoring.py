@@ -6,9 +6,8 @@ The new folder is that of an evaluation with the other reward: `report`, `compar
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -16,10 +15,9 @@ from typing import Any
 
 from strands_sglang import Trajectory
 
-from ..core import Observation, RewardFunction, compute_reward
+from ..core import Observation, RewardFunction, StepResult, compute_reward
 from ..core.identity import describe
 from .checkpoint import (
-    CheckpointError,
     EvalSample,
     Results,
     Storage,
@@ -103,9 +101,7 @@ async def score(
             for key, sample in waiting:
                 scored = await _scored(key, sample, origin, reward_fn, reward_timeout)
                 scored.environment = None if sample.environment is None else {**sample.environment, **reward}
-                if scored.is_finished:
-                    _link(trajectory_file(origin, sample.key), trajectory_file(path, key))
-                await storage.add(scored)
+                await storage.add(scored, trajectory=_trajectory(origin, sample, scored.step_result))
                 scored_samples[key] = scored
                 progress.add(scored)
 
@@ -122,11 +118,9 @@ async def _scored(
 ) -> EvalSample:
     """Judge a copy of a saved sample."""
     saved, action = sample.step_result, sample.action.model_copy(deep=True)
-    file = trajectory_file(origin, sample.key)
-    trajectory = Trajectory.load(file) if sample.is_finished and file.exists() else None
     # A copy for the reward function, which must not change what is stored.
     seen = saved.observation.model_copy(deep=True)
-    seen.trajectory = trajectory
+    seen.trajectory = _trajectory(origin, sample)
     result = await compute_reward(reward_fn, action, saved.model_copy(update={"observation": seen}), timeout=timeout)
     kept = Observation(
         messages=saved.observation.messages, tokens=saved.observation.tokens, metrics=result.observation.metrics
@@ -143,17 +137,17 @@ async def _scored(
     )
 
 
-def _link(file: Path, other: Path) -> None:
-    """Give a file of a trajectory a second name, or copy it to another disk."""
-    if not file.exists() or other.exists():
-        return
-    try:
-        other.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):
-            os.link(file, other)
-            return
-        new = other.with_name(f".{other.name}.new")
-        shutil.copyfile(file, new)
-        os.replace(new, other)
-    except OSError as error:
-        raise CheckpointError(f"{other}: {error.strerror}") from error
+def _trajectory(origin: Path, sample: EvalSample, result: StepResult | None = None) -> Trajectory | None:
+    """Read the saved trajectory of a sample, and note another result in it; None if none is saved."""
+    file = trajectory_file(origin, sample.key)
+    if not (sample.is_finished and file.exists()):
+        return None
+    trajectory = Trajectory.load(file)
+    if result is not None:
+        trajectory.note_end(
+            outcome=result.termination_reason,
+            reward=None if result.reward is None else result.reward.reward,
+            error=result.error,
+            reward_error=result.reward_error,
+        )
+    return trajectory

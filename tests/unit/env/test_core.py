@@ -101,6 +101,17 @@ async def test_step_returns_messages_tokens_reward_and_outcome(chatml_tokenizer)
     assert [turn.status.value for turn in observation.trajectory.turns] == ["committed", "final"]
 
 
+@pytest.mark.parametrize("said", ["Let me see.", ""])
+@pytest.mark.parametrize("whole", [False, True])
+async def test_final_response_is_what_the_model_wrote_before_a_cut_call(chatml_tokenizer, said, whole):
+    written = said + (CALL if whole else CALL[: -len("}}\n</tool_call>")])
+    env, _ = scripted_env(chatml_tokenizer, [ScriptedAnswer(written, finish_reason="length")])
+    result = await env.step(ASK)
+    assert result.observation.final_response == (said or None)
+    saved = Observation(messages=json.loads(json.dumps(result.observation.messages)))
+    assert saved.final_response == (said or None)
+
+
 async def test_metrics_count_calls_tokens_tools_and_errors(chatml_tokenizer):
     turns = [CALL + call("broken", reason="no") + "<tool_call>\n{not json\n</tool_call>", CALL, ANSWER]
     env, server = scripted_env(chatml_tokenizer, turns)

@@ -20,7 +20,9 @@ from strands_env.core import (
 from strands_env.eval import CheckpointError, Evaluator, read_results, score, standard_metrics
 from strands_env.eval.metrics import compare, comparison_lines
 from strands_env.rewards import MathReward
-from strands_sglang import SGLangModel
+from strands_sglang import SGLangModel, Trajectory
+from strands_sglang.inspection.doctor import findings
+from strands_sglang.inspection.reading import read
 from strands_sglang.testing import ScriptedSGLang
 from support.environments import Contains, Gives, StubEnvironment, answered, lines, step_result, tasks
 
@@ -166,6 +168,28 @@ async def test_a_reward_sees_the_tokens_and_calls_that_were_kept(chatml_tokenize
     assert tokens == live["t0"][0].step_result.observation.tokens
     (file,) = (tmp_path / "b" / "results.trajectories").iterdir()
     assert file.stem == scored["t0"][0].key
+
+
+async def test_the_doctor_accuses_no_scored_folder(chatml_tokenizer, tmp_path):
+    def evaluator(folder, reward_fn):
+        server = ScriptedSGLang(chatml_tokenizer, [f"It is {n}." for n in range(6)])
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
+        options = {"max_concurrency": 1, "keep_trajectories": True, "output_path": tmp_path / folder}
+        return Evaluator(lambda action: Environment(lambda: model, reward_fn), 3, **options)
+
+    numbers = iter(range(6))
+
+    async def reward():
+        return next(numbers) % 3
+
+    await evaluator("a", Gives(reward)).run(tasks(2))
+    files = {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}
+    scored = await score(tmp_path / "a", Contains(), tmp_path / "b")
+    assert findings(read([tmp_path / "b"])) == []
+    for sample in itertools.chain(*scored.values()):
+        end = Trajectory.load(tmp_path / "b" / "results.trajectories" / f"{sample.key}.safetensors").end
+        assert (end.outcome, end.reward) == ("task_complete", sample.reward)
+    assert {file: file.read_bytes() for file in files} == files and findings(read([tmp_path / "a"])) == []
 
 
 async def test_a_truth_that_the_reward_cannot_read_is_named_first(tmp_path):

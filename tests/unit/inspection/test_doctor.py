@@ -750,6 +750,24 @@ def test_a_fault_in_an_evaluation_is_found(evaluated, tmp_path, change, kind):
     assert kind in {finding.kind for finding in findings(read([tmp_path / "evaluation"]))}
 
 
+def test_a_changed_answer_that_was_cut_in_a_call_is_found(chatml_tokenizer, tmp_path):
+    folder = specimens.write_evaluation(tmp_path / "evaluation", chatml_tokenizer, prompts=8, samples=6)
+    cut = "tool use was incomplete"
+    records = [json.loads(line) for line in (folder / "results.jsonl").read_bytes().splitlines()]
+    last = {n: record["observation"]["messages"][-1]["content"] for n, record in enumerate(records)}
+    both = [n for n, blocks in last.items() if len(blocks) == 2 and cut in blocks[1]["text"]]
+    for number in (both[0], both[-1]):
+        for block in (0, 1):
+            copied = tmp_path / f"{number}-{block}"
+            shutil.copytree(folder, copied)
+
+            def change(records, number=number, block=block):
+                records[number]["observation"]["messages"][-1]["content"][block]["text"] += " calculator"
+
+            change_records(copied, change)
+            assert "id-text" in {finding.kind for finding in findings(read([copied]))}
+
+
 def slime_samples():
     """Two rollouts of one prompt, as slime dumps them; the first has two samples, which share their start."""
     ours = {"strands_sglang": {"outcome": "task_complete"}}
@@ -814,10 +832,12 @@ def test_what_an_importer_refuses_is_a_finding(tmp_path):
     assert {finding.kind for finding in found} <= {"mask-not-sampled", "structure"} and found
 
 
-@pytest.mark.parametrize("name", ["step", "trajectories"])
+@pytest.mark.parametrize("name", ["step", "trajectories", "evaluation"])
 def test_random_healthy_folders_have_no_finding(chatml_tokenizer, tmp_path, name):
     if name == "step":
         folder = specimens.write_step(tmp_path / name, chatml_tokenizer, seed=4)
+    elif name == "evaluation":
+        folder = specimens.write_evaluation(tmp_path / name, chatml_tokenizer, prompts=8, samples=6)
     else:
         folder = specimens.write_trajectories(tmp_path / name, chatml_tokenizer, 40)
     assert [finding.where + finding.why for finding in findings(read([folder]))] == []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...messages import message_digest
-from ...trajectory.turn import TurnStatus
+from ...messages import block_digests, message_digest
+from ...trajectory.turn import Turn, TurnStatus
 from ..records import Group, Inspected
 from .turns import Facts
+
+_CUT_CALL = "The selected tool {}'s tool use was incomplete due to maximum token limits being reached."
+"""What Strands writes in place of a tool call in an answer that was cut at `max_new_tokens`."""
 
 
 def check_record(group: Group, episode: Inspected) -> Iterator[Facts]:
@@ -48,9 +51,27 @@ def _answers(episode: Inspected, record: Mapping[str, Any]) -> Iterator[Facts]:
         yield {"kind": "id-text", "why": "no call of its trajectory has asked the first of its messages"}
     for turn in episode.turns:
         is_kept = turn.status is TurnStatus.FINAL and turn.fate is None and not turn.is_auxiliary
-        if known and is_kept and turn.answer_digest is not None and turn.answer_digest not in known:
+        is_known = turn.answer_digest in known or any(_replaces_calls(turn, message) for message in episode.messages)
+        if known and is_kept and turn.answer_digest is not None and not is_known:
             why = "the answer in the messages of the record is not the one that was sampled"
             yield {"kind": "id-text", "why": why, "turn": turn.index}
+
+
+def _replaces_calls(turn: Turn, message: Mapping[str, Any]) -> bool:
+    """Whether a message is a cut answer as Strands keeps it, with a sentence in place of each tool call."""
+    if not (turn.is_cut_short and turn.tool_calls) or message["role"] != "assistant":
+        return False
+    names = iter([call["name"] for call in turn.tool_calls])
+    kept = [
+        _digests([{"text": _CUT_CALL.format(next(names, ""))}])[0] if block[0] == "tool call" else block
+        for block in turn.answer_blocks
+    ]
+    # The digests of an answer with calls leave out blank texts.
+    return kept == _digests(block for block in message["content"] if "text" not in block or block["text"].strip())
+
+
+def _digests(blocks: Iterable[Any]) -> list[tuple[str, bytes]]:
+    return list(block_digests({"role": "assistant", "content": list(blocks)}))
 
 
 def _texts(episode: Inspected) -> list[str]:
