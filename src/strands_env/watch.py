@@ -31,7 +31,7 @@ from strands_sglang.shown import visible
 from strands_sglang.terminal import wrapped
 
 from .eval.checkpoint import CheckpointError, EvalSample, ResultsReader, read_status, results_file, side_file
-from .eval.metrics import end_lines, headline, metric_lines, shortened, standard_metrics
+from .eval.metrics import cause_of, end_lines, headline, metric_lines, shortened, standard_metrics
 
 WINDOW_S = 300.0
 """Seconds over which a rate is measured."""
@@ -242,8 +242,7 @@ def failure_lines(samples: Sequence[EvalSample], now: float) -> list[str]:
         return []
     last = max(failed, key=lambda sample: sample.ended_at or 0.0)
     ago = "" if last.ended_at is None else f" {duration(max(0.0, now - last.ended_at))} ago"
-    why = last.step_result.error or last.step_result.reward_error or last.step_result.termination_reason.value
-    return wrapped(f"last failure{ago}: {last.name}: {shortened(why)}")
+    return wrapped(f"last failure{ago}: {last.name}: {shortened(cause_of(last))}")
 
 
 def duration(seconds: float) -> str:
