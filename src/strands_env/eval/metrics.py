@@ -655,7 +655,7 @@ def metric_rows(metrics: Mapping[str, float]) -> list[list[str]]:
                 "-" if worst is None else f"{worst:.3f}",
             ]
         )
-    return rows
+    return rows if any(row[-1] != "-" for row in rows[1:]) else [row[:-1] for row in rows]
 
 
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:
