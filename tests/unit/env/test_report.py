@@ -363,6 +363,8 @@ def test_each_sample_says_why_it_has_its_reward(tmp_path):
         "reason": "5 is not 4",
     }
     assert silent["verdict"] == "no_answer" and silent["extracted"].startswith("nothing")
+    assert silent["final answer"] == "Who knows?" and "final answer" not in wrong
+    assert {one["target"] for one in page.index["episodes"]} == {wrong["target"]}
     assert "a tool is broken" in broken["error"] and "verdict" not in broken
     assert (other["final answer"], other["parts"]) == ("4", '{"format": 0.5}')
 
