@@ -551,7 +551,7 @@ async def test_an_outage_tells_of_the_newest_call_and_not_of_one_that_was_given_
     failure = Failure(FailureKind.UNREACHABLE, SGLangConnectionError("no connection"))
     server.log_failure(failure, (61, 61, time.monotonic()))
     server.log_failure(failure, (2, 61, time.monotonic() + 360))
-    server.log_failure(failure)  # a probe is no call
+    server.log_failure(failure)  # a probe
     assert (server.outage.attempt, server.outage.attempts) == (2, 61) and 350 < server.outage.seconds_left <= 360
 
 
