@@ -6,6 +6,7 @@ so the samples of a task open as every recorded episode does.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import shlex
@@ -22,7 +23,16 @@ from strands_sglang import __version__
 from strands_sglang.shown import one_line
 from strands_sglang.viewer import Plot, Report, Table, Task, UnreadableError, read_episodes, render
 
-from .eval.checkpoint import CheckpointError, EvalSample, Results, Run, read_results, read_status, results_file
+from .eval.checkpoint import (
+    CheckpointError,
+    EvalSample,
+    Results,
+    Run,
+    read_results,
+    read_status,
+    results_file,
+    side_file,
+)
 from .eval.metrics import (
     SAMPLE_COUNTS,
     Difference,
@@ -32,6 +42,7 @@ from .eval.metrics import (
     compare,
     costs,
     difference_rows,
+    failure_causes,
     headline,
     interval_text,
     majority_at_k,
@@ -93,6 +104,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
         success_threshold=success_threshold,
         notes=[
             f"{len(run.prompts)} prompts x {n} samples: {counts}.",
+            *(f"{what.capitalize()}: {told}." for what, told in failure_causes(samples)),
             *(["Samples that were not run or were dropped are in no metric."] if missing else []),
             "In the table of tasks, reward, sampled tokens and seconds are means over a task's samples.",
             *episodes.notes,
@@ -312,6 +324,8 @@ def _about(path: str | Path, run: Run, samples: Sequence[EvalSample]) -> list[tu
     if ends:
         took = "took" if sum(one.is_finished for one in samples) == len(run.sample_keys) else "so far"
         began, ended = min(start for start, _ in ends), max(end for _, end in ends)
+        with contextlib.suppress(OSError):  # it is there while the evaluation runs, or if it was killed
+            ended = max(ended, side_file(results_file(path), ".status.json").stat().st_mtime)
         when = f"{datetime.fromtimestamp(began, timezone.utc):%Y-%m-%d %H:%M} UTC, {took} {ended - began:,.1f} s"
     facts = {
         "Model": _model(run),
@@ -462,14 +476,16 @@ def _histogram(title: str, of: str, values: Sequence[float]) -> list[Plot]:
         return []
     starts, counts, width = _bins(values)
     decimals = max(0, -math.floor(math.log10(width)))
+    is_exact = width == 1 and all(value == int(value) for value in values)
+    ranges = "" if is_exact else f", each bar from its label to {width:g} more"
     names = [f"{start:,.{decimals}f}" for start in starts]
     chart = leather.Chart()
     chart.add_y_scale(0, max(counts))
     chart.add_y_axis(name=of, tick_formatter=lambda value, *_: f"{value:,.0f}" if value == int(value) else "")
-    chart.add_x_axis(name=f"{title}, in ranges of {width:g} that start at")
+    chart.add_x_axis(name=f"{title}{ranges}")
     chart.add_columns(list(zip(names, counts, strict=True)))
     says = ", ".join(f"{name}: {count}" for name, count in zip(names, counts, strict=True))
-    return [Plot(title=title, says=f"Number of {of} per range of {width:g} from {says}", svg=_drawn(chart))]
+    return [Plot(title=title, says=f"Number of {of}{ranges}. {says}", svg=_drawn(chart))]
 
 
 def _bins(values: Sequence[float]) -> tuple[list[float], list[int], float]:
@@ -488,10 +504,14 @@ def _bins(values: Sequence[float]) -> tuple[list[float], list[int], float]:
 
 
 def _curve(family: str, metrics: Mapping[str, float]) -> Plot | None:
-    """How a metric grows with k, with its intervals; None if it has one value only, or none."""
+    """How a metric grows with k, with its intervals; None if fewer than two values are of the prompts of pass@1.
+
+    Values of other prompts do not compare: a line through them would rise or fall by the choice of prompts.
+    """
     import leather
 
     names = [name for name in metrics if name.startswith(f"{family}@") and name.split("@")[1].isdigit()]
+    names = [name for name in names if metrics[f"{name}_prompts"] == metrics["pass@1_prompts"]]
     points = [(int(name.split("@")[1]), metrics[name]) for name in names if math.isfinite(metrics[name])]
     if len(points) < 2:
         return None

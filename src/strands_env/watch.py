@@ -31,7 +31,16 @@ from strands_sglang.shown import visible
 from strands_sglang.terminal import wrapped
 
 from .eval.checkpoint import CheckpointError, EvalSample, ResultsReader, read_status, results_file, side_file
-from .eval.metrics import end_lines, headline, metric_lines, shortened, standard_metrics
+from .eval.metrics import (
+    cause_of,
+    end_lines,
+    headline,
+    metric_lines,
+    metric_rows,
+    shortened,
+    standard_metrics,
+    table_lines,
+)
 
 WINDOW_S = 300.0
 """Seconds over which a rate is measured."""
@@ -197,9 +206,12 @@ class EvaluationView:
                 metrics["queued_samples"] = max(0.0, metrics.pop("waiting_samples") - running)
             slowest = sorted(samples, key=lambda sample: -sample.seconds)[:SLOWEST]
             told = [f"{sample.name} {duration(sample.seconds)}" for sample in slowest]
-            table = metric_lines(metrics)
-            counts = table[table.index("") + 1 :]  # what runs comes first: a small screen has no room for the table
-            lines = [*counts, *end_lines(results), "", *table[: -len(counts)]]
+            counts = metric_lines(metrics)
+            counts = counts[counts.index("") + 1 :]  # what runs comes first: a small screen has no room for the table
+            head, *rows = metric_rows(metrics)
+            rows = [row for row in rows if row[0] == "pass@1" or row[3] == str(len(results))]
+            rows.sort(key=lambda row: row[0] not in ("pass@1", f"pass@{run.n_samples_per_prompt}"))
+            lines = [*counts, *end_lines(results), "", *table_lines([head, *rows]), ""]
             lines += wrapped(f"slowest: {', '.join(told)}") if told else []
             self._shown = ((self._reader.state, running), lines, headline(metrics))
         title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
@@ -210,19 +222,20 @@ class EvaluationView:
 
 
 def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[str]:
-    """How fast samples end, and how long the others take.
+    """How fast samples get a result, and how long the others take.
 
     Args:
-        samples: The samples that have ended.
+        samples: The samples that have ended; dropped ones have no result.
         missing: Number of samples that are not finished; 0 if it cannot be known how long they take.
         now: The time, in seconds since 1970.
     """
-    ends = sorted(sample.ended_at for sample in samples if sample.ended_at is not None)
+    done = [sample.ended_at for sample in samples if sample.is_finished]
+    ends = sorted(end for end in done if end is not None)
     if not ends:
-        return ["rate: unknown"] if samples else ["no sample yet"]
+        return ["rate: unknown"] if done else ["no result yet"]
     now = max(now, ends[-1])
     recent = [end for end in ends if now - end <= WINDOW_S]
-    since = f"last sample {duration(now - ends[-1])} ago"
+    since = f"last result {duration(now - ends[-1])} ago"
     if len(recent) < 2:
         return [since]
     rate = (len(recent) - 1) / max(now - recent[0], 1e-3)
@@ -242,8 +255,7 @@ def failure_lines(samples: Sequence[EvalSample], now: float) -> list[str]:
         return []
     last = max(failed, key=lambda sample: sample.ended_at or 0.0)
     ago = "" if last.ended_at is None else f" {duration(max(0.0, now - last.ended_at))} ago"
-    why = last.step_result.error or last.step_result.reward_error or last.step_result.termination_reason.value
-    return wrapped(f"last failure{ago}: {last.name}: {shortened(why)}")
+    return wrapped(f"last failure{ago}: {last.name}: {shortened(cause_of(last))}")
 
 
 def duration(seconds: float) -> str:

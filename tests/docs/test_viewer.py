@@ -697,7 +697,9 @@ def test_an_evaluation_has_scores_and_nothing_of_training(size, axe, chatml_toke
     (tmp_path / "page.html").write_text(render(read([tmp_path]), []))
     page = open_page(tmp_path / "page.html", "#overview", size=size)
     heads = page.locator(".overview .head .cell").all_inner_texts()
-    assert {"Question", "Answer", "Reward", "Outcome"} <= set(heads) and not {"Advantage", "Trained"} & set(heads)
+    assert {"Question", "Answer", "Target", "Reward", "Outcome"} <= set(heads) and not {"Advantage", "Trained"} & set(
+        heads
+    )
     assert page.locator("nav a").all_inner_texts() == ["Overview", "Episode", "Siblings"]
     page.evaluate("location.hash = '#episode-1'")
     page.wait_for_selector(".score .chip.bad")

@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from scipy.special import stdtrit
 
 from strands_sglang import terminal
-from strands_sglang.shown import one_line
+from strands_sglang.shown import counted, one_line
 from strands_sglang.terminal import wrapped
 
 from ..rewards import last_boxed, value_key
@@ -44,6 +45,9 @@ SUCCESS_THRESHOLD = 1.0
 
 _MAX_SHOWN = 5
 """Most tasks that a comparison names, and most causes of failures."""
+
+_NUMBERS = re.compile(r"(?<![\d.:])(?<!HTTP )(?<!code )\d+(\.\d+)*")
+"""Numbers that do not name a cause, as ports, HTTP statuses and exit codes do."""
 
 _NO_ANSWER = ("no_answer", "not_boxed", "no_match")
 """Verdicts of `strands_env.rewards` on episodes without an answer."""
@@ -651,7 +655,7 @@ def metric_rows(metrics: Mapping[str, float]) -> list[list[str]]:
                 "-" if worst is None else f"{worst:.3f}",
             ]
         )
-    return rows
+    return rows if any(row[-1] != "-" for row in rows[1:]) else [row[:-1] for row in rows]
 
 
 def metric_lines(metrics: Mapping[str, float]) -> list[str]:
@@ -678,24 +682,41 @@ def end_lines(results: Results) -> list[str]:
     samples = list(chain.from_iterable(results.values()))
     ends = Counter(sample.step_result.termination_reason.value for sample in samples)
     lines = wrapped(f"ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}") if ends else []
+    return [*lines, *chain.from_iterable(wrapped(f"{what}: {told}") for what, told in failure_causes(samples))]
+
+
+def failure_causes(samples: Sequence[EvalSample]) -> Iterator[tuple[str, str]]:
+    """Yield "dropped" or "errored" with a cause and how many samples have it, the frequent ones first.
+
+    Texts that differ in their numbers only, such as a time, tell of one cause.
+
+    Args:
+        samples: All samples.
+    """
     for what, those in (
         ("dropped", [sample for sample in samples if not sample.is_finished]),
         ("errored", [sample for sample in samples if sample.is_errored]),
     ):
-        causes = Counter(
-            shortened(sample.step_result.error or sample.step_result.termination_reason.value) for sample in those
-        )
-        for cause, count in causes.most_common(_MAX_SHOWN):
-            lines += wrapped(f"{what}: {count} x {cause}")
-        if len(causes) > _MAX_SHOWN:
-            lines.append(f"{what}: {len(causes) - _MAX_SHOWN} other causes")
-    return lines
+        causes: dict[str, list[str]] = {}
+        for cause in map(cause_of, those):
+            causes.setdefault(_NUMBERS.sub("#", cause), []).append(cause)
+        for same in sorted(causes.values(), key=len, reverse=True)[:_MAX_SHOWN]:
+            yield what, f"{len(same)} x {shortened(same[0])}"
+        if (others := len(causes) - _MAX_SHOWN) > 0:
+            yield what, counted(others, "other cause")
+
+
+def cause_of(sample: EvalSample) -> str:
+    """Why a sample was dropped or errored."""
+    result = sample.step_result
+    return result.error or result.reward_error or result.termination_reason.value
 
 
 def shortened(text: str) -> str:
-    """A text in one line, without its middle if it is long: errors end with what matters."""
+    """A text in one line, without the words in its middle if it is long: errors end with what matters."""
     line = one_line(text)
-    return line if len(line) <= 150 else f"{line[:70]} … {line[-77:]}"
+    first, last = line[:70], line[-77:]
+    return line if len(line) <= 150 else f"{first.rpartition(' ')[0] or first} … {last.partition(' ')[2] or last}"
 
 
 class Prices(NamedTuple):

@@ -50,7 +50,7 @@ class Outage:
     Attributes:
         base_url: Its address, without credentials.
         seconds: For how long.
-        attempt: The attempt that the call which has failed most often makes now.
+        attempt: The attempt that the call which failed last makes now.
         attempts: How many it may make.
         seconds_left: In about how many seconds it gives up, if nothing changes; infinite if that is unknown.
     """
@@ -141,21 +141,21 @@ class Server:
             left = gives_up_at - now if gives_up_at > now else math.inf  # the call may be over, and others not
             return Outage(without_credentials(self.base_url), now - self._failing_since, attempt, attempts, left)
 
-    def log_failure(self, failure: Failure, attempt: tuple[int, int, float] = (1, 1, math.inf)) -> None:
+    def log_failure(self, failure: Failure, attempt: tuple[int, int, float] | None = None) -> None:
         """Count a failure that will be retried; log it unless a line was logged a short while ago.
 
         Args:
             failure: The failure.
-            attempt: The next attempt of its call, how many that may make, and when it gives up.
+            attempt: The next attempt of its call, how many that may make, and when it gives up; None for a probe.
         """
         now = time.monotonic()
         with self._lock:
             if now - self._last_failure > MAX_LOG_INTERVAL_S:
                 self._interval, self._next_line = FIRST_LOG_INTERVAL_S, now
             if self._failing_since is None:
-                self._failing_since, self._failures, self._attempt = now, 0, attempt
+                self._failing_since, self._failures, self._attempt = now, 0, (1, 1, math.inf)
             self._failures += 1
-            self._attempt = max(self._attempt, attempt)
+            self._attempt = attempt or self._attempt
             self._is_silent = failure.kind in SILENT_KINDS
             self._last_failure = now
             if now < self._next_line:

@@ -161,11 +161,13 @@ class _Page:
         length = len(columns["token"])
         unkept = _unkept(episode)
         question, answer = _outline(episode, body)
+        target = _target(episode.record)
         return {
             "id": episode.id,
             "key": episode.record.get("key"),
             "question": question,
             "answer": answer,
+            "target": "" if target is None else one_line(_text_of(target)[:1000], 200),
             "gap": float(gaps[np.isfinite(gaps)].max()) if np.isfinite(gaps).any() else None,
             "outcome": end.outcome,
             "reward": _finite(end.reward),
@@ -397,27 +399,36 @@ def _outline(episode: Inspected, body: Mapping[str, Any]) -> tuple[str, str]:
     return one_line((message if isinstance(message, str) else question)[:1000], 200), one_line(answer[:1000], 200)
 
 
+def _target(record: Mapping[str, Any]) -> Any:
+    """Return what the reward of an evaluation's record compares with; None if unknown."""
+    given = part_of(record, "task_context").get("ground_truth")
+    return part_of(record, "reward_info").get("ground_truth") if given is None else given
+
+
+def _text_of(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def _score(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what a reward was computed from, and what went wrong, as names and texts; nothing without a record."""
     if not record:
         return []
     known = dict(part_of(record, "reward_info"))
-    truth, given = known.pop("ground_truth", None), part_of(record, "task_context").get("ground_truth")
-    if given is not None:
-        truth = given
-    facts = [("target", truth)]
-    if "extracted" in known:
-        found = known.pop("extracted")
-        facts.append(("extracted", "nothing: the reward function found no answer" if found in (None, "") else found))
-    else:
+    known.pop("ground_truth", None)
+    facts = [("target", _target(record))]
+    found = known.pop("extracted", ...)
+    if found in (None, ""):
+        facts.append(("extracted", "nothing: the reward function found no answer"))
+    elif found is not ...:
+        facts.append(("extracted", found))
+    if found in (None, "", ...):
         facts.append(("final answer", record.get("final_response")))
     facts += [("verdict", known.pop("verdict", None)), *known.items()]
     facts += [("no reward", record.get("reward_error")), ("error", record.get("error"))]
     shown = []
     for name, value in facts:
         if value not in (None, ""):
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            shown.append((name.replace("_", " "), text[:MOST_SCORE_CHARS]))
+            shown.append((name.replace("_", " "), _text_of(value)[:MOST_SCORE_CHARS]))
     return shown
 
 

@@ -30,11 +30,11 @@ from anyio.from_thread import start_blocking_portal
 from hypothesis import given, strategies as st
 
 from strands_sglang.client import balancer as servers_module
-from strands_sglang.client.balancer import Servers, outages
+from strands_sglang.client.balancer import Server, Servers, outages
 from strands_sglang.client.cancellation import POLL_INTERVAL_S, Cancellation
 from strands_sglang.client.client import SGLangClient, normalize_base_url, slime_client_arguments
 from strands_sglang.client.loads import ServerLoad
-from strands_sglang.client.retries import MAX_DELAY_S, FailureKind, RetryPolicy, retry_after_seconds
+from strands_sglang.client.retries import MAX_DELAY_S, Failure, FailureKind, RetryPolicy, retry_after_seconds
 from strands_sglang.client.routers import worker_urls
 from strands_sglang.client.shared import get_client, get_client_from_slime_args, get_tokenizer
 from strands_sglang.exceptions import (
@@ -544,6 +544,15 @@ async def test_a_server_that_does_not_answer_is_named_until_it_does():
     plug(network, silent=scripted())
     await call
     assert client.base_url not in [outage.base_url for outage in outages()]
+
+
+async def test_an_outage_tells_of_the_newest_call_and_not_of_one_that_was_given_up():
+    server = Server("http://dead")
+    failure = Failure(FailureKind.UNREACHABLE, SGLangConnectionError("no connection"))
+    server.log_failure(failure, (61, 61, time.monotonic()))
+    server.log_failure(failure, (2, 61, time.monotonic() + 360))
+    server.log_failure(failure)  # a probe
+    assert (server.outage.attempt, server.outage.attempts) == (2, 61) and 350 < server.outage.seconds_left <= 360
 
 
 async def test_a_server_that_refuses_requests_is_no_outage():

@@ -65,6 +65,7 @@ from strands_env.eval.metrics import (
     pass_at_k,
     pass_hat_k,
     sample_sizes,
+    shortened,
 )
 from strands_sglang import Outage, SGLangConnectionError
 from support.agents import idle_for
@@ -1313,11 +1314,30 @@ def test_error_is_never_better_than_a_wrong_answer():
 
 @pytest.mark.parametrize("causes", [5, 6])
 def test_at_most_five_causes_of_dropped_samples_are_listed(causes):
-    results = {str(i): [sample(None, finished=False)] for i in range(causes)}
+    results = {name: [sample(None, finished=False)] for name in "abcdef"[:causes]}
     for name, (dropped,) in results.items():
         dropped.step_result.error = name
-    lines = [f"dropped: 1 x {i}" for i in range(5)] + ["dropped: 1 other causes"] * (causes > 5)
+    lines = [f"dropped: 1 x {name}" for name in "abcde"] + ["dropped: 1 other cause"] * (causes > 5)
     assert end_lines(results) == [f"ends: {causes} infrastructure_error", *lines]
+
+
+def test_texts_that_differ_in_a_time_are_one_cause():
+    told = ["no server (given up after 61 attempts in 361.8 s)", "no server (given up after 61 attempts in 362 s)"]
+    told += ["POST http://one:30000: HTTP 500", "POST http://one:30000: HTTP 503", "POST http://one:30001: HTTP 500"]
+    dropped = [sample(None, finished=False) for _ in told]
+    for one, error in zip(dropped, told, strict=True):
+        one.step_result.error = error
+    assert end_lines({"a": dropped})[1:] == [
+        f"dropped: 2 x {told[0]}",
+        *(f"dropped: 1 x {error}" for error in told[2:]),
+    ]
+
+
+def test_a_long_cause_is_cut_between_words():
+    words = [f"word{number}" for number in range(100)]
+    first, last = shortened(" ".join(words)).split(" … ")
+    assert {*first.split(), *last.split()} < {*words} and last.endswith("word99")
+    assert shortened("x" * 200) == f"{'x' * 70} … {'x' * 77}"
 
 
 def test_metrics_without_samples():

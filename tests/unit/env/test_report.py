@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import os
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -82,9 +83,10 @@ def test_the_page_says_what_the_command_says(tmp_path, capsys):
     [shown] = [row for row in report["tables"][0]["rows"] if row[0] == "pass@1"]
     assert report["headline"] == f"pass@1 {shown[1]}, {shown[2]} · 10 of 12 samples, not running"
     assert "UTC, so far " in dict(report["about"])["Started"]
-    assert "dropped" in report["notes"][0] and "in no metric" in report["notes"][1]
+    assert "dropped" in report["notes"][0] and report["notes"][1] == "Dropped: 2 x infrastructure_error."
+    assert report["notes"][2].startswith("Errored: 2 x a tool is broken") and "in no metric" in report["notes"][3]
     [seconds] = [plot["says"] for plot in report["plots"] if plot["title"] == "Seconds"]
-    assert sum(int(part.split(": ")[1]) for part in seconds.split(" from ")[1].split(", ")) == int(
+    assert sum(int(part.split(": ")[1]) for part in seconds.split(" more. ")[1].split(", ")) == int(
         report["notes"][0].split()[5]
     )
     outcomes = {name: int(count) for name, count, _ in report["tables"][1]["rows"]}
@@ -152,7 +154,36 @@ def test_bars_are_as_far_apart_as_their_values(tmp_path):
     text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
     (tmp_path / "results.jsonl").write_text(text)
     [plot] = [plot for plot in report_of(tmp_path)["report"]["plots"] if plot["title"] == "Sampled tokens"]
-    assert plot["says"] == "Number of samples per range of 20 from 0: 4, 20: 0, 40: 4, 60: 0, 80: 1, 100: 0, 120: 1"
+    counts = "0: 4, 20: 0, 40: 4, 60: 0, 80: 1, 100: 0, 120: 1"
+    assert plot["says"] == f"Number of samples, each bar from its label to 20 more. {counts}"
+
+
+def test_rewards_of_0_and_1_are_labels_and_no_ranges(tmp_path):
+    [plot, *_] = report_of(evaluated(tmp_path, MIXED[:2], 1, 4))["report"]["plots"]
+    assert (plot["title"], plot["says"]) == ("Rewards", "Number of samples. 0: 2, 1: 2")
+    texts = [element.text for element in ElementTree.fromstring(plot["svg"]).iter() if element.text]
+    assert {"0", "1", "Rewards"} <= {*texts}
+
+
+def test_a_curve_has_the_same_prompts_at_each_k(tmp_path):
+    lost = step_result(None, reason="infrastructure_error")
+    played = [step_result(1.0)] * 4 + [step_result(0.0), step_result(0.0), lost, lost]
+    evaluated(tmp_path, played, 2, 4, max_concurrency=1)
+    plot = report_of(tmp_path)["report"]["metrics"]["pass@1"]
+    assert plot["says"] == "pass@1: 0.500, pass@2: 0.500"  # and not pass@4: 1.000, of one prompt
+
+
+def test_a_killed_run_lasted_until_its_last_change(tmp_path):
+    evaluated(tmp_path, MIXED, 1, 3)
+    began = min(one["ended_at"] - one["seconds"] for one in lines(tmp_path / "results.jsonl"))
+    (tmp_path / "results.status.json").write_text("{}")
+    os.utime(tmp_path / "results.status.json", (began + 700,) * 2)
+    assert float(dict(report_of(tmp_path)["report"]["about"])["Started"].split()[-2]) == pytest.approx(700, abs=1)
+
+
+def test_no_column_is_without_values(tmp_path):
+    head = report_of(evaluated(tmp_path, MIXED[:2]))["report"]["tables"][0]["head"]
+    assert head == ["metric", "value", "95 % interval", "prompts"]
 
 
 def test_a_single_value_has_no_plot(tmp_path):
@@ -332,6 +363,8 @@ def test_each_sample_says_why_it_has_its_reward(tmp_path):
         "reason": "5 is not 4",
     }
     assert silent["verdict"] == "no_answer" and silent["extracted"].startswith("nothing")
+    assert silent["final answer"] == "Who knows?" and "final answer" not in wrong
+    assert {one["target"] for one in page.index["episodes"]} == {wrong["target"]}
     assert "a tool is broken" in broken["error"] and "verdict" not in broken
     assert (other["final answer"], other["parts"]) == ("4", '{"format": 0.5}')
 

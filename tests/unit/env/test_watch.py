@@ -124,19 +124,35 @@ def ended(times):
 @pytest.mark.parametrize(
     ("times", "missing", "now", "told"),
     [
-        ([], 4, 100, "no sample yet"),
+        ([], 4, 100, "no result yet"),
         ([None, None], 4, 100, "rate: unknown"),
-        ([90], 4, 100, "last sample 10 s ago"),
-        ([40, 60, 80, 100], 6, 100, "3.0 samples a minute, 2 min left, last sample 0 s ago"),
-        ([40, 60, 80, 100], 6, 160, "1.5 samples a minute, 4 min left, last sample 1 min ago"),
-        ([40, 60, 80, 100], 0, 100, "3.0 samples a minute, last sample 0 s ago"),
-        ([0, 1, 2, 9000, 9030, 9060], 1, 9060, "2.0 samples a minute, 30 s left, last sample 0 s ago"),
-        ([40, 100], 1, 90, "1.0 samples a minute, 1 min left, last sample 0 s ago"),
-        ([40, 100], 1, 9100, "last sample 2 h 30 min ago"),
+        ([90], 4, 100, "last result 10 s ago"),
+        ([40, 60, 80, 100], 6, 100, "3.0 samples a minute, 2 min left, last result 0 s ago"),
+        ([40, 60, 80, 100], 6, 160, "1.5 samples a minute, 4 min left, last result 1 min ago"),
+        ([40, 60, 80, 100], 0, 100, "3.0 samples a minute, last result 0 s ago"),
+        ([0, 1, 2, 9000, 9030, 9060], 1, 9060, "2.0 samples a minute, 30 s left, last result 0 s ago"),
+        ([40, 100], 1, 90, "1.0 samples a minute, 1 min left, last result 0 s ago"),
+        ([40, 100], 1, 9100, "last result 2 h 30 min ago"),
     ],
 )
 def test_the_rate_is_that_of_the_last_minutes(times, missing, now, told):
     assert pace_lines(ended(times), missing, now) == [told]
+
+
+def test_dropped_samples_are_no_results():
+    dropped = [sample(None, finished=False, ended_at=at) for at in (98, 99, 100)]
+    assert pace_lines(dropped, 4, 100) == ["no result yet"]
+    assert pace_lines(ended([40]) + dropped, 4, 100) == ["last result 1 min ago"]
+
+
+@pytest.mark.parametrize(("lost", "first"), [(1, ["pass@1"]), (0, ["pass@1", "pass@4", "pass@2"])])
+def test_the_view_leaves_out_the_metrics_of_some_prompts_only(lost, first, tmp_path):
+    results = iter([step_result(1.0)] * (8 - 4 * lost) + [step_result(None, reason="infrastructure_error")] * 4 * lost)
+    stub = StubEnvironment(lambda action: next(results))
+    asyncio.run(Evaluator(stub.factory, 4, max_concurrency=1, output_path=tmp_path).run(tasks(2)))
+    shown = EvaluationView(tmp_path)(time.time()).lines
+    table = shown[next(at for at, line in enumerate(shown) if line.startswith("metric ")) + 1 :]
+    assert [line.split()[0] for line in table[: len(first)]] == first and (not lost or not table[1])
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.4, "0 s"), (59, "59 s"), (90, "2 min"), (3900, "1 h 05 min")])
@@ -150,7 +166,8 @@ def test_an_evaluation_is_shown_with_the_numbers_of_its_report(written, capsys):
     assert main(["watch", str(written)]) == 0
     out = capsys.readouterr().out
     shown = [line.rstrip() for line in out.splitlines()]
-    assert [line for line in report if line.strip() and line.rstrip() not in shown] == []
+    hidden = [line for line in report if line.strip() and line.rstrip() not in shown]
+    assert [line for line in hidden if " 4 " in line.partition(" to ")[2]] == []  # of all 4 prompts
     assert "8/12" in out and "slowest: " in out and max(map(len, shown)) <= 80
 
 
@@ -386,7 +403,7 @@ def test_a_folder_with_nothing_to_watch_is_an_error(tmp_path, capsys):
 def test_an_evaluation_that_has_only_begun_is_shown(written, tmp_path):
     shutil.copy(written / "results.run.json", tmp_path)
     view = EvaluationView(tmp_path)(time.time())
-    assert (view.done, view.total, view.is_over) == (0, 12, False) and view.lines[0] == "no sample yet"
+    assert (view.done, view.total, view.is_over) == (0, 12, False) and view.lines[0] == "no result yet"
 
 
 def training(folder, rows, *, total=6, torn=""):

@@ -126,6 +126,7 @@ export class Overview {
       { ...texts("Episode", of("id"), 110, 1), kind: ".name", cell: (at) => h("a", { href: `#episode-${at}`, title: episodes[at].key }, episodes[at].id) },
       texts("Question", of("question"), 170, 2),
       texts("Answer", of("answer"), 150, 2),
+      texts("Target", of("target"), 100, 1),
       { ...figures("Reward", of("reward"), 64), cell: (at) => rewardChip(episodes[at].reward, index.report?.success_threshold) },
       { ...texts("Outcome", of("outcome"), 160, 0), cell: (at) => outcomeChip(episodes[at].outcome) },
       figures("Advantage", of("advantage"), 76, 3),
