@@ -719,6 +719,14 @@ def test_an_evaluation_has_scores_and_nothing_of_training(size, axe, chatml_toke
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
 
 
+def test_an_evaluated_episode_opens_at_its_final_answer(reports, open_page):
+    page = open_page(reports[0] / "report.html", "#episode-3")
+    pane, answer = (
+        page.locator(part).last.bounding_box() for part in (".viewport.conversation", ".conversation .answer")
+    )
+    assert pane["y"] <= answer["y"] < pane["y"] + pane["height"]
+
+
 def test_tasks_are_sorted_filtered_and_opened(reports, open_page):
     page = open_page(reports[0] / "report.html")
     for name, sign in (("pass@1", 1), ("Tokens", 1), ("Tokens", -1)):

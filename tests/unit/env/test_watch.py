@@ -506,8 +506,8 @@ def test_a_run_is_watched_in_tmux_while_it_is_killed_and_resumed(chatml_tokenize
             assert 5 <= finished() < 24
             until(has(f"{finished()}/24"), lambda: pane(socket))
             assert main(["report", str(out)]) == 0
-            value = re.search(r"pass@1 .*", capsys.readouterr().out)[0].rstrip()
-            until(has(value), lambda: f"{value}\n{pane(socket)}")
+            value = re.search(r"pass@1 .*", capsys.readouterr().out)[0].split()
+            until(lambda: value in map(str.split, pane(socket).splitlines()), lambda: f"{value}\n{pane(socket)}")
             assert {path.name: path.read_bytes() for path in out.iterdir()} == before
             assert subprocess.run(list(map(str, command)), capture_output=True).returncode == 0
             until(has("exit code 0"), lambda: pane(socket))

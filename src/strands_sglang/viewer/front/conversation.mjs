@@ -46,6 +46,12 @@ export class Conversation {
     this.viewport.scrollTop = from.offsetTop - 8;
   }
 
+  /** Bring the final answer into view. */
+  showAnswer() {
+    const answer = [...this.viewport.querySelectorAll(".answer")].at(-1);
+    if (answer) this.viewport.scrollTop = answer.offsetTop - 8;
+  }
+
   section({ turn, number, said, images, differs }) {
     const section = h("section.messages", { "data-turn": turn, "aria-label": number === null ? "Episode" : `Turn ${number}`, onclick: () => this.choose(turn) });
     if (number !== null) section.append(h("p.turn-name", {}, `Turn ${number}`));

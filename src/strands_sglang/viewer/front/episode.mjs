@@ -97,8 +97,9 @@ export class EpisodeView {
     if (token !== undefined) this.openToken(token, many);
     else if (turn !== undefined) this.openTurn(turn);
     else if (this.strip.current < 0 && this.flow.tokens.length) {
-      const [first] = this.flow.bounds;
-      this.strip.choose(first.sampled < first.stop ? first.sampled : 0);
+      const isScored = this.app.index.episodes[at].key !== null; // then its final answer matters most
+      const { start, sampled, stop } = this.flow.bounds.at(isScored ? -1 : 0);
+      this.strip.choose(sampled < stop ? sampled : start);
     }
     this.opening = false;
   }
@@ -165,6 +166,7 @@ export class EpisodeView {
     );
     parts.life.replaceChildren(h("p.empty", {}, "This episode has no tokens."));
     if (this.flow.bounds.length) this.follow(0);
+    else this.conversation.showAnswer();
     this.finder.mark();
   }
 
