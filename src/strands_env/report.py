@@ -90,11 +90,12 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
     missing = metrics["waiting_samples"] + metrics["dropped_samples"]
     result = headline(metrics) or "No sample has a score yet"
     if missing:
-        runs = read_status(path) is not None
-        if runs:
+        state = "not running"
+        if (status := read_status(path)) is not None:
             metrics["queued_samples"] = metrics.pop("waiting_samples")
+            state = ": ".join(["running", *status.outages])
         done = sum(sample.is_finished for sample in samples)
-        result += f" · {done} of {len(run.sample_keys)} samples, {'running' if runs else 'not running'}"
+        result += f" · {done} of {len(run.sample_keys)} samples, {state}"
     counts = ", ".join(f"{metrics[name]:.0f} {word}" for name, word in SAMPLE_COUNTS.items() if name in metrics)
     head, *rows = metric_rows(metrics)
     report = Report(

@@ -32,12 +32,10 @@ from strands_sglang.terminal import wrapped
 
 from .eval.checkpoint import CheckpointError, EvalSample, ResultsReader, read_status, results_file, side_file
 from .eval.metrics import (
-    cause_of,
     end_lines,
     headline,
     metric_lines,
     metric_rows,
-    shortened,
     standard_metrics,
     table_lines,
 )
@@ -213,7 +211,10 @@ class EvaluationView:
             rows.sort(key=lambda row: row[0] not in ("pass@1", f"pass@{run.n_samples_per_prompt}"))
             lines = [*counts, *end_lines(results), "", *table_lines([head, *rows]), ""]
             lines += wrapped(f"slowest: {', '.join(told)}") if told else []
-            self._shown = ((self._reader.state, running), lines, headline(metrics))
+            score = headline(metrics)
+            if score and finished < total:
+                score = f"so far {score}"
+            self._shown = ((self._reader.state, running), lines, score)
         title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
         # How long an outage lasts is unknown; and before each slot has ended once, the slow episodes are not seen.
         missing = 0 if alarms or len(samples) < (running or 0) else total - finished
@@ -236,15 +237,14 @@ def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[
     now = max(now, ends[-1])
     recent = [end for end in ends if now - end <= WINDOW_S]
     since = f"last result {duration(now - ends[-1])} ago"
-    if len(recent) < 2:
+    if len(recent) < 2 or not missing:
         return [since]
     rate = (len(recent) - 1) / max(now - recent[0], 1e-3)
-    left = f", {duration(missing / rate)} left" if missing else ""
-    return [f"{rate * 60:.1f} samples a minute{left}, {since}"]
+    return [f"{rate * 60:.1f} samples a minute, {duration(missing / rate)} left, {since}"]
 
 
 def failure_lines(samples: Sequence[EvalSample], now: float) -> list[str]:
-    """The last sample that failed, when and why.
+    """The last sample that failed, and when; the causes are among the ends.
 
     Args:
         samples: The samples that have ended.
@@ -255,7 +255,7 @@ def failure_lines(samples: Sequence[EvalSample], now: float) -> list[str]:
         return []
     last = max(failed, key=lambda sample: sample.ended_at or 0.0)
     ago = "" if last.ended_at is None else f" {duration(max(0.0, now - last.ended_at))} ago"
-    return wrapped(f"last failure{ago}: {last.name}: {shortened(cause_of(last))}")
+    return wrapped(f"last failure{ago}: {last.name}")
 
 
 def duration(seconds: float) -> str:

@@ -173,6 +173,14 @@ def test_a_curve_has_the_same_prompts_at_each_k(tmp_path):
     assert plot["says"] == "pass@1: 0.500, pass@2: 0.500"  # and not pass@4: 1.000, of one prompt
 
 
+def test_a_run_whose_server_does_not_answer_says_so_in_its_headline(tmp_path):
+    evaluated(tmp_path, MIXED, 1, 3)
+    plan = json.loads((tmp_path / "results.run.json").read_text())
+    (tmp_path / "results.run.json").write_text(json.dumps({**plan, "n_samples_per_prompt": 20}))
+    (tmp_path / "results.status.json").write_text(json.dumps({"running": 3, "outages": ["http://one is silent"]}))
+    assert report_of(tmp_path)["report"]["headline"].endswith("samples, running: http://one is silent")
+
+
 def test_a_killed_run_lasted_until_its_last_change(tmp_path):
     evaluated(tmp_path, MIXED, 1, 3)
     began = min(one["ended_at"] - one["seconds"] for one in lines(tmp_path / "results.jsonl"))
