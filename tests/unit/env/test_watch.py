@@ -179,9 +179,7 @@ def test_the_view_begins_with_the_score_and_the_last_failure(written, capsys):
     _, results = read_results(written)
     failed = [one for samples in results.values() for one in samples if not one.is_finished]
     last = max(failed, key=lambda one: one.ended_at)
-    assert re.fullmatch(
-        rf"last failure \d+ s ago: {last.prompt_id} #{last.sample_index}$", shown.lines[1]
-    )
+    assert re.fullmatch(rf"last failure \d+ s ago: {last.prompt_id} #{last.sample_index}$", shown.lines[1])
     screen = io.StringIO()
     Console(file=screen, force_terminal=True, color_system="standard", width=40).print(shown)
     colored = re.findall(r"\x1b\[([0-9;]+)m([^\x1b]*)", screen.getvalue())
