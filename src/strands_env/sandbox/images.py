@@ -236,23 +236,29 @@ async def build_image(
         for path in (*([dockerfile] if is_inside else []), context / ".dockerignore"):
             if not path.resolve().is_relative_to(context.resolve()):
                 raise ImageError(f"{path} leads out of the context")
-        build = _Build(dockerfile.read_text("utf-8-sig"), context, args or {}, dict(images or {}))
-        build.network = network
-        build.limits = limits
-        build.on_output = on_output
+        text = dockerfile.read_text("utf-8-sig")
+        build = _Build(text, context, args or {}, dict(images or {}), network, limits, on_output)
         return await build.stage(len(build.stages) - 1)
 
 
 class _Build:
     """A build: its stages are built when they are needed, once."""
 
-    network: Network
-    limits: SandboxLimits
-    on_output: Callable[[str, bytes], None] | None
-
-    def __init__(self, text: str, context: Path, args: Mapping[str, str], images: dict[str, Image]) -> None:
+    def __init__(
+        self,
+        text: str,
+        context: Path,
+        args: Mapping[str, str],
+        images: dict[str, Image],
+        network: Network,
+        limits: SandboxLimits,
+        on_output: Callable[[str, bytes], None] | None,
+    ) -> None:
         first, self.stages = read_dockerfile(text)
         self.context = context
+        self.network = network
+        self.limits = limits
+        self.on_output = on_output
         ignored = context / ".dockerignore"
         self.is_ignored = ignores(ignored.read_text() if ignored.exists() else "")
         self._args = args

@@ -180,8 +180,8 @@ class World:
         Args:
             image: Files to begin with; None for the programs of this machine.
             limits: Limits of all its programs together.
-            network: `none`; `public` for one of its own by slirp4netns, which has to be installed; or `host` for
-                programs that you trust: they also reach servers that listen on this machine's loopback only.
+            network: `none`, `public` or `host`. `public` needs slirp4netns. With `host`, programs also reach servers
+                that listen on this machine's loopback only, so use it for programs that you trust.
             env: Environment variables in addition to those of the image.
             visible_paths: Files and folders of this machine that programs may read, at the same path.
             mode: Isolation. With `uid`, for root where there are no namespaces, a world has no image and no snapshots,

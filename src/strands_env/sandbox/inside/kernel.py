@@ -284,7 +284,7 @@ def _install(machine: SimpleNamespace, lines: Iterable[_Line]) -> None:
             _argument(0),
             (_ANY_BIT, 0, 1, namespaces),
             _REFUSE,
-            # A thread with files of its own would hide them: those of one thread are counted.
+            # Open files are counted in one thread of a process, so threads must share them.
             (_ANY_BIT, 0, 2, _THREAD),
             (_ANY_BIT, 1, 0, _FILES),
             _REFUSE,
