@@ -149,7 +149,9 @@ def _is_free(path: Path) -> bool:
     try:
         lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return time.time() - path.lstat().st_mtime > UNFINISHED_S
+        with contextlib.suppress(FileNotFoundError):  # its owner removes it now
+            return time.time() - path.lstat().st_mtime > UNFINISHED_S
+        return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -24,6 +24,7 @@ from strands_env.sandbox import (
     SandboxError,
     World,
     available_modes,
+    layers,
 )
 from support.processes import running
 from support.worlds import needs_worlds, worlds_folder
@@ -387,6 +388,10 @@ async def test_a_fork_has_the_files_of_its_parent_and_its_own_from_then_on(world
         assert first.limits == world.limits
     finally:
         await asyncio.gather(first.stop(), second.stop())
+
+
+def test_a_layer_that_its_owner_removes_is_no_error_of_a_sweep(tmp_path):
+    assert not layers._is_free(tmp_path / "removed")
 
 
 async def test_a_snapshot_outlives_its_world():
