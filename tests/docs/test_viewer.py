@@ -247,7 +247,7 @@ def test_keys_reach_everything(files, open_page):
     page.keyboard.press("/")
     page.keyboard.type("calculator")
     page.keyboard.press("Enter")
-    assert "of" in page.locator(".matches").inner_text()
+    assert "(4 of 4)" in page.locator(".matches").inner_text()
     assert page.locator(".t.hit").count() > 0
     page.keyboard.press("Escape")
     page.keyboard.press("3")
@@ -437,9 +437,17 @@ def test_a_search_finds_what_is_in_other_episodes(files, open_page):
     told = page.locator(".matches")
     page.keyboard.press("/")
     assert page.locator(".help").is_visible()
+    page.evaluate(
+        """() => {
+            window.seen = [];
+            const told = document.querySelector(".matches");
+            new MutationObserver(() => seen.push(told.textContent)).observe(told, { childList: true });
+        }"""
+    )
     page.keyboard.type("checked with")
     expected = "nothing in this sequence; 1 match in 1 episode"
     wait_until(page, f"document.querySelector('.matches').textContent === '{expected}'")
+    assert not [text for text in page.evaluate("seen") if text.startswith("nothing found")]
     [result] = page.locator("a.match").all_inner_texts()
     assert result.startswith("jars-3") and "checked·with·`48" in result
     page.keyboard.press("Enter")

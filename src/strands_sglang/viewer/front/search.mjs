@@ -150,6 +150,7 @@ export class Finder {
     this.query = query;
     this.found = [];
     this.unit = query?.test ? ["token"] : ["match", "matches"];
+    this.soFar = " so far…";
     this.mark();
     for (let i = 0; query && i < episodes.length; i += AT_ONCE) {
       const bodies = await Promise.all(episodes.slice(i, i + AT_ONCE).map((_, k) => app.load(i + k)));
