@@ -6,7 +6,7 @@ from .calculator import ArithmeticExpressionError, CalculatorEnvironment, calcul
 from .mcp import MCPEnvironment
 from .mcp_servers import MCPServersEnvironment
 from .python import PythonEnvironment, python_tool
-from .world import WorldEnvironment, WorldSandbox
+from .world import SandboxedEnvironment, WorldEnvironment, WorldSandbox
 
 __all__ = [
     "AgentCoreCodeEnvironment",
@@ -16,6 +16,7 @@ __all__ = [
     "MCPEnvironment",
     "MCPServersEnvironment",
     "PythonEnvironment",
+    "SandboxedEnvironment",
     "WorldEnvironment",
     "WorldSandbox",
     "calculator",

@@ -1,4 +1,4 @@
-"""An environment whose agent has a shell and files in a world of its own."""
+"""Environments whose agents have a shell and files: in a world of their own, or in a sandbox of yours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from strands.hooks import HookProvider
-from strands.sandbox import ExecutionResult, PosixShellSandbox, StreamChunk
+from strands.sandbox import ExecutionResult, PosixShellSandbox, Sandbox, StreamChunk
 from strands.sandbox.errors import SandboxTimeoutError
 from strands.sandbox.posix_shell import validate_env_keys
 from strands.types.tools import AgentTool
@@ -18,17 +18,52 @@ from strands.vended_tools import make_file_editor, make_shell
 from typing_extensions import override
 
 from ..core import Environment, ModelFactory, RewardFunction
-from ..sandbox import WORLD_LIMITS, Image, Network, SandboxError, SandboxLimits, World
+from ..sandbox import WORLD_LIMITS, Execution, Image, Network, SandboxError, SandboxLimits, World
 from .backends import BackendError, EndOnBackendErrors
 
 SHOWN_CHARS = 30_000  # of an output, to a model
 
 
-class WorldEnvironment(Environment):
+class SandboxedEnvironment(Environment):
+    """An environment whose agent has the tools of a sandbox, usually `shell` and `file_editor`.
+
+    If the sandbox fails, not a command in it, the episode ends with the outcome `infrastructure_error` and without a
+    reward.
+
+    Attributes:
+        sandbox: Where tools run commands and keep files.
+    """
+
+    default_system_prompt_path: ClassVar[str | Path | None] = Path(__file__).parent / "prompts" / "world.md"
+
+    def __init__(self, model_factory: ModelFactory, *args: Any, sandbox: Sandbox | None = None, **kwargs: Any) -> None:
+        """Create the environment.
+
+        Args:
+            model_factory: Function that returns the model of a step, as for `Environment`.
+            *args: Other positional arguments of `Environment`.
+            sandbox: Where tools run; None if `reset` sets it.
+            **kwargs: Other keyword arguments of `Environment`.
+        """
+        super().__init__(model_factory, *args, **kwargs)
+        self.sandbox = sandbox
+
+    @override
+    def get_sandbox(self) -> Sandbox:
+        """Return the sandbox, as the place where tools run."""
+        assert self.sandbox is not None, "the sandbox is given, or set by `reset`"
+        return self.sandbox
+
+    @override
+    def get_hooks(self) -> Sequence[HookProvider]:
+        """Return the hook that ends the episode if the sandbox does not work."""
+        return [EndOnBackendErrors(SandboxError)]
+
+
+class WorldEnvironment(SandboxedEnvironment):
     """An environment whose agent has the tools `shell` and `file_editor`, in a world that lasts for the episode.
 
-    The agent cannot reach the files, processes or network of this machine. If the world fails, not a command in it, the
-    episode ends with the outcome `infrastructure_error` and without a reward.
+    The agent cannot reach the files, processes or network of this machine.
 
     Attributes:
         world: The episode's world; a reward function that has the environment can look at its files.
@@ -45,8 +80,6 @@ class WorldEnvironment(Environment):
         environment.reward_fn = Solved(environment)
         ```
     """
-
-    default_system_prompt_path: ClassVar[str | Path | None] = Path(__file__).parent / "prompts" / "world.md"
 
     def __init__(
         self,
@@ -84,6 +117,7 @@ class WorldEnvironment(Environment):
             self.world = await World(self.image, limits=self.limits, network=self.network).start()
         except SandboxError as error:
             raise BackendError(str(error)) from error
+        self.sandbox = WorldSandbox(self.world)
 
     @override
     async def cleanup(self) -> None:
@@ -91,17 +125,6 @@ class WorldEnvironment(Environment):
         world, self.world = self.world, None
         if world is not None:
             await world.stop()
-
-    @override
-    def get_sandbox(self) -> WorldSandbox:
-        """Return the world, as the place where tools run."""
-        assert self.world is not None, "the world starts with `reset`"
-        return WorldSandbox(self.world)
-
-    @override
-    def get_hooks(self) -> Sequence[HookProvider]:
-        """Return the hook that ends the episode if the world does not work."""
-        return [EndOnBackendErrors(SandboxError)]
 
 
 class WorldSandbox(PosixShellSandbox):
@@ -181,14 +204,11 @@ class WorldSandbox(PosixShellSandbox):
         finally:
             running.cancel()
             await asyncio.wait({running})
-        stdout, stderr = _shown(execution.stdout), _shown(execution.stderr)
+        stdout, stderr = (shown(output.decode(errors="replace")) for output in (execution.stdout, execution.stderr))
         if execution.ended == "timeout":
-            raise _timed_out(seconds, stdout, stderr)
-        code = execution.exit_code
-        if code is None:
-            stderr += f"[ended: it exceeded the limit on {execution.ended}]\n"
-            code = 128 + signal.SIGKILL
-        yield ExecutionResult(code if code >= 0 else 128 - code, stdout, stderr)
+            raise timed_out(seconds, stdout, stderr)
+        code, note = exit_status(execution)
+        yield ExecutionResult(code, stdout, stderr + note)
 
     @override
     async def read_file(self, path: str, **kwargs: Any) -> bytes:
@@ -201,16 +221,24 @@ class WorldSandbox(PosixShellSandbox):
         await self.world.write(path, content)
 
 
-def _shown(output: bytes) -> str:
+def exit_status(execution: Execution) -> tuple[int, str]:
+    """Return the exit code of a command as a shell has it, and a note for stderr if it exceeded a limit."""
+    code = execution.exit_code
+    if code is None:
+        return 128 + signal.SIGKILL, f"[ended: it exceeded the limit on {execution.ended}]\n"
+    return (code if code >= 0 else 128 - code), ""
+
+
+def shown(text: str) -> str:
     """Return output as a model sees it: the begin and the end, if it is long."""
-    text = output.decode(errors="replace")
     if len(text) <= SHOWN_CHARS:
         return text
     half = SHOWN_CHARS // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
 
 
-def _timed_out(seconds: float, stdout: str, stderr: str) -> SandboxTimeoutError:
+def timed_out(seconds: float, stdout: str, stderr: str) -> SandboxTimeoutError:
+    """Return the error of a command that ran for too long."""
     try:
         return SandboxTimeoutError(seconds, stdout, stderr)
     except TypeError:  # before Strands 1.56 it has no output

@@ -49,15 +49,22 @@ def to_trace(episode: Episode, *, max_tokens: int | None = None) -> TrainingTrac
     """
     from openenv.core.harness.training import TrainingTrace, TrainingTurn
 
+    return TrainingTrace(turns=[TrainingTurn(**turn) for turn in turn_records(episode, max_tokens)])
+
+
+def turn_records(episode: Episode, max_tokens: int | None = None) -> list[dict[str, Any]]:
+    """Return the content of a trace's turns, as for `to_trace`.
+
+    Raises:
+        ValueError: The episode has images, which a trace cannot hold.
+    """
     reason = left_out_reason(episode, max_tokens)
     shown = trained_turns(episode.trajectory)
     ids = {turn.index for turn, _ in shown}
-    turns: list[TrainingTurn] = []
+    records: list[dict[str, Any]] = []
     for turn, trained in shown:
         if turn.images is not None:
-            raise ValueError(
-                f"episode {episode.id} has images: OpenEnv's trace has token ids only; train it with slime"
-            )
+            raise ValueError(f"episode {episode.id} has images: a record has token ids only; train it with slime")
         generation = turn.generation
         assert generation is not None
         trained = trained if reason is None else 0
@@ -74,7 +81,7 @@ def to_trace(episode: Episode, *, max_tokens: int | None = None) -> TrainingTrac
         }
         if turn.index in episode.turn_rewards:
             metadata["reward"] = as_number(episode.turn_rewards[turn.index])
-        if not turns:
+        if not records:
             metadata["episode"] = {
                 "id": episode.id,
                 "group": episode.group if isinstance(episode.group, str | int | float | None) else repr(episode.group),
@@ -82,18 +89,18 @@ def to_trace(episode: Episode, *, max_tokens: int | None = None) -> TrainingTrac
                 "outcome": None if episode.outcome is None else episode.outcome.value,
                 "left_out": reason,
             }
-        turns.append(
-            TrainingTurn(
-                node_id=str(turn.index),
-                prompt_token_ids=sequence[: len(sequence) - count],
-                completion_token_ids=sequence[len(sequence) - count :],
+        records.append(
+            {
+                "node_id": str(turn.index),
+                "prompt_token_ids": sequence[: len(sequence) - count],
+                "completion_token_ids": sequence[len(sequence) - count :],
                 # OpenEnv refuses what is not finite or above 0, which rounding can bring about.
-                per_token_logps=[min(one, 0.0) if math.isfinite(one) else 0.0 for one in logprobs],
-                loss_mask=[0] * (len(sequence) - count) + [1] * trained + [0] * (count - trained),
-                metadata=metadata,
-            )
+                "per_token_logps": [min(one, 0.0) if math.isfinite(one) else 0.0 for one in logprobs],
+                "loss_mask": [0] * (len(sequence) - count) + [1] * trained + [0] * (count - trained),
+                "metadata": metadata,
+            }
         )
-    return TrainingTrace(turns=turns)
+    return records
 
 
 def from_trace(

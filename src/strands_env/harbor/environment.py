@@ -1,0 +1,273 @@
+"""Tasks of Harbor as environments: Harbor's own trial prepares and grades what an agent of ours does in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harbor.agents.base import BaseAgent
+from harbor.environments.base import BaseEnvironment
+from harbor.models.agent.context import AgentContext
+from harbor.models.task.task import Task
+from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
+from harbor.models.trial.error_policy import FailureCause, policy_for
+from harbor.models.trial.result import TrialResult
+from harbor.trial.trial import Trial
+from typing_extensions import override
+
+from ..core import Action, ModelFactory, RewardError, RewardFunction, RewardResult, StepResult, TaskContext
+from ..environments.backends import BackendError
+from ..environments.world import SandboxedEnvironment
+from .agent import HarborSandbox
+
+IN_A_WORLD = {"import_path": "strands_env.harbor:WorldEnvironment"}
+FOREVER_S = 1e9
+
+
+def harbor_tasks(folder: str | Path) -> list[Action]:
+    """Return the tasks of a folder: of one task, or of several in it.
+
+    Raises:
+        ValueError: There is none.
+    """
+    folder = Path(folder)
+    paths = [folder] if (folder / "task.toml").exists() else sorted(path.parent for path in folder.glob("*/task.toml"))
+    if not paths:
+        raise ValueError(f"{folder} has no task.toml, nor a folder with one")
+    return [harbor_task(path) for path in paths]
+
+
+def harbor_task(path: Path) -> Action:
+    """Return a task's action: its instruction, the first one of a task with several steps."""
+    task = Task(path)
+    steps = task.config.steps or []
+    instruction = task.step_instruction(steps[0].name) if task.has_steps else task.instruction
+    context = {"id": task.name, "harbor_task": str(path.resolve())}
+    return Action(message=instruction, task_context=TaskContext.model_validate(context))
+
+
+class HarborEnvironment(SandboxedEnvironment):
+    """A task of Harbor as an environment, with Harbor's verifier as its reward.
+
+    An episode is a trial of Harbor: it starts the task's environment, waits for its health check, hands it to the
+    agent, and grades what the agent leaves, in the same environment or in a separate one. The agent has the tools
+    `shell` and `file_editor`. In a task with several steps, it continues its conversation with the next step's instruction.
+
+    What the task's environment or Harbor cause ends the episode without a reward. One environment runs one episode at a
+    time.
+
+    Examples:
+        ```python
+        env = HarborEnvironment(model_factory)
+        for task in harbor_tasks("tasks"):
+            result = await env.step(task)
+        ```
+    """
+
+    def __init__(
+        self,
+        model_factory: ModelFactory,
+        *args: Any,
+        environment: Mapping[str, Any] | None = None,
+        reward: str = "reward",
+        trials: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Create the environment.
+
+        Args:
+            model_factory: Function that returns the model of a step, as for `Environment`.
+            *args: Other positional arguments of `Environment`.
+            environment: Where tasks run, as in the configuration of Harbor's jobs, such as `{"type": "docker"}`; None
+                for worlds.
+            reward: Which of the verifier's rewards counts.
+            trials: Folder in which trials leave their files; None for a temporary one.
+            **kwargs: Other keyword arguments of `Environment`. An episode has the time of its task unless
+                `episode_timeout` is given.
+        """
+        kwargs.setdefault("reward_fn", HarborReward(self, reward))
+        kwargs.setdefault("reward_timeout", None)  # the task has its own
+        super().__init__(model_factory, *args, **kwargs)
+        self.environment = dict(environment or IN_A_WORLD)
+        self._trials = trials
+        self._timeout = self.episode_timeout
+        self._trial: _Trial | None = None
+
+    @override
+    async def step(self, action: Action) -> StepResult:
+        """Run the episode of a task, which `harbor_tasks` returns.
+
+        Raises:
+            ValueError: The action is not a task of Harbor.
+            RuntimeError: Another episode runs.
+        """
+        path = getattr(action.task_context, "harbor_task", None)
+        if path is None:
+            raise ValueError("the action is not a task of Harbor: take those of harbor_tasks(FOLDER)")
+        if self._trial is not None:
+            raise RuntimeError("an episode runs: create one HarborEnvironment per episode")
+        self._task = Task(Path(path))
+        self.episode_timeout = self._timeout or self._task.config.agent.timeout_sec
+        return await super().step(action)
+
+    @override
+    async def reset(self) -> None:
+        """Start a trial, and wait until it hands its environment to the agent."""
+        self._trial = _Trial(self._task, self.environment, self._trials)
+        self.sandbox = HarborSandbox(await self._trial.next_environment())
+
+    @override
+    async def cleanup(self) -> None:
+        """End the trial."""
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            await trial.close()
+
+    async def rewards(self) -> Mapping[str, float]:
+        """Return the verifier's rewards, once the agent has ended.
+
+        Raises:
+            RewardError: The verifier did not give any.
+        """
+        assert self._trial is not None
+        return await self._trial.rewards()
+
+
+class HarborReward(RewardFunction):
+    """The reward of Harbor's verifier.
+
+    Attributes:
+        name: Which of its rewards counts.
+    """
+
+    def __init__(self, environment: HarborEnvironment, name: str = "reward") -> None:
+        """Grade the episodes of an environment."""
+        self._environment = environment
+        self.name = name
+
+    @override
+    def identity(self) -> dict[str, Any]:
+        """Describe what rewards depend on."""
+        return {"class": "HarborReward", "name": self.name}
+
+    @override
+    async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
+        """Return the reward, with all rewards of the verifier.
+
+        Raises:
+            RewardError: The verifier failed, or did not give this reward.
+        """
+        rewards = await self._environment.rewards()
+        if self.name not in rewards:
+            raise RewardError(f"the verifier gave {', '.join(sorted(rewards))}, but not {self.name}")
+        return RewardResult(reward=float(rewards[self.name]), info={"rewards": dict(rewards)})
+
+
+class Visitor(BaseAgent):
+    """Takes the agent's place in a trial: it hands over the environment, and waits for the agent outside."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for nothing yet."""
+        super().__init__(*args, **kwargs)
+        self.arrived: asyncio.Queue[tuple[str, BaseEnvironment]] = asyncio.Queue()
+        self.left = asyncio.Event()
+
+    @staticmethod
+    @override
+    def name() -> str:
+        """Return the agent's name."""
+        return "strands-env"
+
+    @override
+    def version(self) -> None:
+        """Return no version."""
+
+    @override
+    async def setup(self, environment: BaseEnvironment) -> None:
+        """Install nothing."""
+
+    @override
+    async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
+        """Hand over the environment, and wait."""
+        self.left.clear()
+        self.arrived.put_nowait((instruction, environment))
+        await self.left.wait()
+
+
+class _Trial:
+    """A running trial of Harbor."""
+
+    def __init__(self, task: Task, environment: Mapping[str, Any], folder: str | Path | None) -> None:
+        self._temporary = tempfile.mkdtemp(prefix="trials-") if folder is None else None
+        config = TrialConfig(
+            task=TaskConfig(path=task.paths.task_dir),
+            trial_name=f"{task.short_name[:32]}__{uuid.uuid4().hex[:7]}",
+            trials_dir=Path(self._temporary or str(folder)),
+            agent=AgentConfig(import_path=f"{__name__}:Visitor", override_timeout_sec=FOREVER_S),
+            environment=EnvironmentConfig.model_validate(dict(environment)),
+        )
+        self._visitor: Visitor | None = None
+        self._running = asyncio.ensure_future(self._run(config))
+        self._created = asyncio.Event()
+
+    async def _run(self, config: TrialConfig) -> TrialResult:
+        try:
+            trial: Any = await Trial.create(config)
+            self._visitor = trial.agent
+        finally:
+            self._created.set()
+        result: TrialResult = await trial.run()
+        return result
+
+    async def next_environment(self) -> BaseEnvironment:
+        """Wait until the trial hands over its environment.
+
+        Raises:
+            BackendError: It failed before.
+        """
+        await self._created.wait()
+        if self._visitor is not None:
+            arriving = asyncio.ensure_future(self._visitor.arrived.get())
+            try:
+                await asyncio.wait({arriving, self._running}, return_when=asyncio.FIRST_COMPLETED)
+                if arriving.done():
+                    return arriving.result()[1]
+            finally:
+                arriving.cancel()
+        try:
+            failure: Any = (await self._running).exception_info
+        except Exception as error:  # of a task that Harbor refuses
+            raise BackendError(f"Harbor refuses the task: {type(error).__name__}: {error}") from error
+        raise BackendError(f"{failure.exception_type}: {failure.exception_message}")
+
+    async def rewards(self) -> Mapping[str, float]:
+        """Let the trial grade, and return its rewards.
+
+        Raises:
+            RewardError: It has none.
+        """
+        assert self._visitor is not None
+        self._visitor.left.set()
+        result = await asyncio.shield(self._running)
+        if result.verifier_result is not None and result.verifier_result.rewards is not None:
+            return result.verifier_result.rewards
+        failure = result.exception_info
+        if failure is None:
+            raise RewardError("the task has no verifier", is_infrastructure=True)
+        cause = policy_for(failure.exception_type).cause
+        is_verifier = cause is FailureCause.VERIFIER_FAILED
+        raise RewardError(f"{failure.exception_type}: {failure.exception_message}", is_infrastructure=not is_verifier)
+
+    async def close(self) -> None:
+        """End the trial, and remove its files unless they were asked for."""
+        self._running.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await self._running
+        if self._temporary is not None:
+            await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
