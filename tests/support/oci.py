@@ -15,7 +15,9 @@ from pathlib import Path
 
 from strands_env.sandbox.dockerfile import ARCHITECTURE
 
-PROGRAMS = ("sh", "cat", "chmod", "id", "ls", "ln", "mkdir", "mv", "rm", "sleep", "stat", "touch")
+PROGRAMS = (
+    "sh", "bash", "cat", "chmod", "find", "id", "ls", "ln", "mkdir", "mkfifo", "mv", "rm", "sleep", "stat", "touch",
+)  # fmt: skip
 LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
@@ -31,8 +33,9 @@ def make_root(folder: Path) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
     (folder / "bin").mkdir(exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (folder / "bin/sh").symlink_to("/usr/bin/sh")
+    for shell in ("sh", "bash"):
+        with contextlib.suppress(FileExistsError):
+            (folder / "bin" / shell).symlink_to(f"/usr/bin/{shell}")
     (folder / "etc").mkdir()
     (folder / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\nagent:x:1000:1000::/home/agent:/bin/sh\n")
     (folder / "etc/group").write_text("root:x:0:\nagent:x:1000:\n")

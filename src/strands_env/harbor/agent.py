@@ -10,7 +10,6 @@ import asyncio
 import importlib
 import json
 from collections.abc import AsyncGenerator, Mapping
-from importlib.metadata import version
 from typing import Any, Literal
 
 from harbor.agents.base import BaseAgent
@@ -23,7 +22,7 @@ from strands.types.tools import AgentTool
 from strands.vended_tools import make_file_editor, make_shell
 from typing_extensions import override
 
-from strands_sglang import OUTCOMES, RewardRule, Trajectory
+from strands_sglang import OUTCOMES, RewardRule, TerminationReason, Trajectory, __version__
 from strands_sglang.credit import Episode
 from strands_sglang.trainers.atif import to_atif
 from strands_sglang.trainers.openenv import turn_records
@@ -51,16 +50,16 @@ class StrandsAgent(BaseAgent):
     Examples:
         ```bash
         harbor run -p tasks -e strands_env.harbor:WorldEnvironment -a strands_env.harbor:StrandsAgent \
-            --ak base_url=http://localhost:30000 --ak tokenizer=Qwen/Qwen3-8B --ak max_turns=50
+            --ak server=http://localhost:30000 --ak tokenizer=Qwen/Qwen3-8B --ak max_turns=50
         ```
     """
 
-    capabilities = AgentCapabilities(atif=True, base_url=True)
+    capabilities = AgentCapabilities(atif=True)
 
     def __init__(
         self,
         *args: Any,
-        base_url: str | None = None,
+        server: str | None = None,
         tokenizer: Any = None,
         sampling_params: Mapping[str, Any] | None = None,
         model_factory: str | ModelFactory | None = None,
@@ -73,7 +72,7 @@ class StrandsAgent(BaseAgent):
 
         Args:
             *args: Arguments of Harbor's `BaseAgent`.
-            base_url: Address of the SGLang server.
+            server: Address of the SGLang server.
             tokenizer: Tokenizer of the served model: its folder or name. None for Harbor's model name.
             sampling_params: SGLang's sampling parameters.
             model_factory: Instead of these, a function that returns the model, or its dotted path `module:name`.
@@ -88,10 +87,10 @@ class StrandsAgent(BaseAgent):
         """
         super().__init__(*args, **kwargs)
         if model_factory is None:
-            if base_url is None:
-                raise ValueError("pass --ak base_url=URL and --ak tokenizer=PATH, or --ak model_factory=module:name")
+            if server is None:
+                raise ValueError("pass --ak server=URL and --ak tokenizer=PATH, or --ak model_factory=module:name")
             model_factory = sglang_model_factory(
-                model_id=self.model_name, tokenizer=tokenizer, base_url=base_url, sampling_params=sampling_params
+                model_id=self.model_name, tokenizer=tokenizer, base_url=server, sampling_params=sampling_params
             )
         self._model_factory: Any = _imported(model_factory)
         self._environment: Any = _imported(environment)
@@ -107,7 +106,7 @@ class StrandsAgent(BaseAgent):
     @override
     def version(self) -> str:
         """Return the agent's version."""
-        return version("strands-sglang")
+        return __version__
 
     @override
     async def setup(self, environment: BaseEnvironment) -> None:
@@ -145,8 +144,10 @@ class StrandsAgent(BaseAgent):
             context.rollout_details = rollout_details(trajectory)
         trajectory.save(self.logs_dir / "strands-sglang.trajectory.jsonl")
         if any(turn.is_answered for turn in trajectory.turns):
+            # A cancellation is Harbor's timeout, after which it grades, or the end of the job; Harbor knows which.
+            is_cancelled = result.termination_reason is TerminationReason.CANCELLED
             document = to_atif(
-                Episode(trajectory, None, None, outcome=result.termination_reason),
+                Episode(trajectory, None, None, outcome=None if is_cancelled else result.termination_reason),
                 agent=self.name(),
                 version=self.version(),
                 model=self.model_name,

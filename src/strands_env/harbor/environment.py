@@ -57,7 +57,7 @@ class HarborEnvironment(SandboxedEnvironment):
 
     An episode is a trial of Harbor: it starts the task's environment, waits for its health check, hands it to the
     agent, and grades what the agent leaves, in the same environment or in a separate one. The agent has the tools
-    `shell` and `file_editor`. In a task with several steps, it continues its conversation with the next step's instruction.
+    `shell` and `file_editor`. In a task with several steps, it continues its conversation with the next instruction.
 
     What the task's environment or Harbor cause ends the episode without a reward. One environment runs one episode at a
     time.

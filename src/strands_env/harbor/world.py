@@ -85,7 +85,7 @@ class WorldEnvironment(BaseEnvironment):
             RuntimeError: It is a compose task, or the task needs what a world has not.
             ValueError: Its network policy or its resources are not supported.
         """
-        if self._uses_compose:
+        if self._uses_compose or (self.environment_dir / "docker-compose.yaml").exists():
             raise RuntimeError("a task with several containers (docker-compose.yaml) is not supported")
         super()._validate_gpu_support()
         super()._validate_tpu_support()

@@ -17,6 +17,7 @@ KINDS = {
     "evaluation": "the folder of an evaluation, or its results.jsonl",
     "openenv": "TrainingTraces of OpenEnv (.json, .jsonl)",
     "verifiers": "episodes or traces of verifiers (.json, .jsonl)",
+    "atif": "ATIF documents of Harbor with token ids (.json)",
     "slime": "a rollout dump of slime (.pt)",
 }
 """The kinds of files that are read."""

@@ -82,13 +82,13 @@ def from_atif(
             for step in each["steps"]:
                 if step["source"] == "agent" and step.get("llm_call_count") != 0 and not step.get("is_copied_context"):
                     records.append(_record(step, len(records)))
+        records.sort(key=lambda record: int(record["node_id"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the ATIF document is malformed: {error!r}") from error
     if not records:
         raise ValueError("the ATIF document has no model call")
     name = document.get("session_id") if id is None else id
-    ordered = sorted(records, key=lambda record: int(record["node_id"]))
-    return from_trace({"turns": ordered}, group=group, reward=reward, id=name)
+    return from_trace({"turns": records}, group=group, reward=reward, id=name)
 
 
 def _record(step: Mapping[str, Any], number: int) -> dict[str, Any]:

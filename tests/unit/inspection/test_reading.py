@@ -237,7 +237,7 @@ def test_what_holds_no_episode_is_named(tmp_path):
     for name, why in {
         "empty": "it is empty",
         "notes.txt": "not one of",
-        "other.json": "neither an OpenEnv TrainingTrace",
+        "other.json": "no OpenEnv TrainingTrace",
         "cut.jsonl": "line 1: not JSON, or truncated",
         "newer.safetensors": "version '99'",
         "missing.pt": "no such file",

@@ -7,6 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from strands_sglang import Trajectory
 from strands_sglang.credit import TrainingRows, training_rows
+from strands_sglang.trainers.atif import from_atif, to_atif
 from strands_sglang.trainers.openenv import from_trace
 from strands_sglang.trainers.verifiers import from_record
 
@@ -69,7 +70,11 @@ RECORD = {
     ],
 }
 
-READERS = {"openenv": (TRACE, lambda content: [from_trace(content)]), "verifiers": (RECORD, from_record)}
+READERS = {
+    "openenv": (TRACE, lambda content: [from_trace(content)]),
+    "verifiers": (RECORD, from_record),
+    "atif": (to_atif(from_trace(TRACE)), lambda content: [from_atif(content)]),
+}
 
 ODD = st.sampled_from(
     [None, True, -1, 0, 2, 2**31, 10**400, 1.5, float("nan"), 1e308, "", "x", "1", [], [1], [[]], {}, {"a": 1}]

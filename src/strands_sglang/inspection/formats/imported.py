@@ -1,4 +1,4 @@
-"""From episodes of other libraries, OpenEnv and verifiers, to `Group`s."""
+"""From episodes of other libraries, OpenEnv, verifiers and Harbor, to `Group`s."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ImportedFileError(ValueError):
 
 
 def read_imported(path: Path) -> list[Group]:
-    """Read a JSON file, or one of JSON lines, of OpenEnv `TrainingTrace`s or verifiers records.
+    """Read a JSON file, or one of JSON lines, of OpenEnv `TrainingTrace`s, verifiers records or ATIF documents.
 
     Raises:
         OSError: The file cannot be read.
@@ -68,8 +68,12 @@ def _imported(value: Any) -> tuple[str, list[Episode]]:
         from ...trainers.openenv import from_trace
 
         return "openenv", [from_trace(value)]
+    if isinstance(value, dict) and str(value.get("schema_version")).startswith("ATIF"):
+        from ...trainers.atif import from_atif
+
+        return "atif", [from_atif(value)]
     if isinstance(value, dict) and ("traces" in value or "nodes" in value):
         from ...trainers.verifiers import from_record
 
         return "verifiers", from_record(value)
-    raise ImportedFileError("neither an OpenEnv TrainingTrace nor a verifiers episode or trace")
+    raise ImportedFileError("no OpenEnv TrainingTrace, verifiers episode or trace, nor ATIF document")

@@ -1,0 +1,260 @@
+"""Harbor's real trials, verifiers and command, with agents of ours in worlds of ours."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from harbor.utils.trajectory_validator import TrajectoryValidator
+
+from strands_env.core import Action
+from strands_env.core.models import sglang_model_factory
+from strands_env.harbor import HarborEnvironment, harbor_tasks
+from strands_sglang import TerminationReason, Trajectory
+from strands_sglang.credit import Episode, training_rows
+from strands_sglang.testing import ScriptedFault, ScriptedSGLang
+from strands_sglang.trainers.atif import from_atif
+from support.agents import build_chatml_tokenizer, call
+from support.oci import make_root
+
+TASKS = Path(__file__).parents[2] / "fixtures" / "harbor"
+
+ANSWER = ["echo 42 > /app/answer.txt"]
+SERVE = (
+    "mkfifo /app/request; (while read -r line < /app/request; do echo pong > /app/response; done) > /dev/null 2>&1 &"
+)
+# What an agent does, by words of its instruction.
+COMMANDS = {
+    "Copy the word": ["cat words/secret.txt", "cat /app/words/secret.txt > /app/answer.txt"],
+    "Start a server": [SERVE],
+    "wait for 1000 seconds": [*ANSWER, "sleep 1000"],
+    "writes a reward instead": ["echo 1 > /logs/verifier/reward.txt"],
+    "the number 1 to": ["echo 1 > /app/first.txt"],
+    "the number 2 to": ["echo 2 > /app/second.txt"],
+    "the number 42": ANSWER,
+}
+# By task: the reward or the error, of the oracle and of an agent that does this.
+BROKEN = {
+    "unhealthy": "HealthcheckError",
+    "build-fails": "SandboxBuildFailedError",
+    "compose": "SandboxBuildFailedError",
+    "gpu": "SandboxBuildFailedError",
+    "verifier-nan": "VerifierOutputParseError",
+    "verifier-silent": "RewardFileNotFoundError",
+    "verifier-endless": "VerifierTimeoutError",
+}
+SOLVED = ("file", "server", "no-network", "separate-verifier", "health", "slow-agent", "steps")
+ORACLE = {**dict.fromkeys(SOLVED, 1.0), **BROKEN, "planted": 0.5}
+AGENT = {**ORACLE, "planted": "RewardFileNotFoundError"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def worlds(tmp_path_factory):
+    """Keep worlds and layers of this module in a folder of their own."""
+    folder = tmp_path_factory.mktemp("worlds")
+    folder.chmod(0o711)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRANDS_ENV_WORLDS", str(folder))
+        patch.setenv("HARBOR_TELEMETRY", "0")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def in_a_world(tmp_path_factory):
+    """Provide Harbor's settings of an environment, with a small system under the name of the tasks' base image."""
+    root = make_root(tmp_path_factory.mktemp("root"))
+    return {
+        "import_path": "strands_env.harbor:WorldEnvironment",
+        "kwargs": {"images": {"debian:12-slim": str(root)}},
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_chatml_tokenizer()
+
+
+def policy(request):
+    """Do what the latest instruction says, command by command."""
+    latest = max((request.text.rfind(words), words) for words in COMMANDS)
+    commands = COMMANDS[latest[1]]
+    done = request.text[latest[0] :].count("<tool_response>")
+    return call("shell", command=commands[done]) if done < len(commands) else "It is done."
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer, tmp_path_factory):
+    """Provide a scripted server, its address, and the folder of its tokenizer."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    scripted = ScriptedSGLang(tokenizer, policy, weight_version="7")
+    with scripted.serve() as base_url:
+        yield scripted, base_url, folder
+
+
+@pytest.fixture(scope="module")
+def harbor_run(tmp_path_factory, in_a_world):
+    """Provide a function that runs `harbor run`, and returns the folders of its trials by task."""
+
+    def run(*arguments, tasks=TASKS, attempts=1):
+        folder = tmp_path_factory.mktemp("job")
+        images = json.dumps(in_a_world["kwargs"]["images"])
+        where = ("-e", in_a_world["import_path"], "--ek", f"images={images}", "-p", str(tasks), "-o", str(folder))
+        command = [Path(sys.executable).with_name("harbor"), "run", *where, "-k", str(attempts), "-n", "4", *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        trials = {}
+        for path in folder.glob("*/*/result.json"):
+            trials.setdefault(json.loads(path.read_text())["task_name"].split("/")[-1], []).append(path.parent)
+        return trials
+
+    return run
+
+
+def outcome_of(trial):
+    """The reward of a trial, or the name of its error if it has none."""
+    result = json.loads((trial / "result.json").read_text())
+    if result["verifier_result"] is not None:
+        return result["verifier_result"]["rewards"]["reward"]
+    return result["exception_info"]["exception_type"]
+
+
+# --- harbor run ---
+
+
+def test_the_oracle_solves_what_can_be_solved(harbor_run):
+    trials = harbor_run("-a", "oracle")
+    assert {name: outcome_of(trial) for name, [trial] in trials.items()} == ORACLE
+
+
+def test_who_does_nothing_solves_nothing(harbor_run):
+    trials = harbor_run("-a", "nop")
+    expected = {**dict.fromkeys(SOLVED, 0.0), **BROKEN, "planted": "RewardFileNotFoundError"}
+    assert {name: outcome_of(trial) for name, [trial] in trials.items()} == expected
+
+
+@pytest.fixture(scope="module")
+def agents_trials(harbor_run, server):
+    """Provide the trials of an agent on all tasks."""
+    _, base_url, folder = server
+    model = ("--ak", f"server={base_url}", "--ak", f"tokenizer={folder}")
+    return harbor_run("-a", "strands_env.harbor:StrandsAgent", *model)
+
+
+def test_an_agent_gets_the_rewards_of_what_it_does(agents_trials):
+    assert {name: outcome_of(trial) for name, [trial] in agents_trials.items()} == AGENT
+
+
+def recordings(trials):
+    for [trial] in trials.values():
+        for path in trial.rglob("strands-sglang.trajectory.jsonl"):
+            yield trial, path
+
+
+def test_a_trial_has_the_tokens_that_were_sampled(agents_trials):
+    recorded = 0
+    for trial, path in recordings(agents_trials):
+        trajectory = Trajectory.load(path)
+        result = json.loads((trial / "result.json").read_text())
+        steps = {step["step_name"]: step for step in result["step_results"] or ()}
+        [detail] = steps.get(path.parent.parent.name, result)["agent_result"]["rollout_details"]
+        turns = [turn for turn in trajectory.turns if turn.is_answered]
+        assert detail["completion_token_ids"] == [list(turn.output_ids) for turn in turns]
+        assert [len(one) for one in detail["logprobs"]] == [len(turn.output_ids) for turn in turns]
+        whole = [turn.token_ids() for turn in turns]
+        pairs = zip(detail["prompt_token_ids"], detail["completion_token_ids"], strict=True)
+        assert [prompt + sampled for prompt, sampled in pairs] == whole
+        assert detail["extra"]["weight_versions"] == [[["7", 0, len(turn.output_ids)]] for turn in turns]
+        recorded += len(turns)
+    assert recorded > 20
+
+
+def test_a_timeout_keeps_what_was_sampled(agents_trials):
+    [trial] = agents_trials["slow-agent"]
+    result = json.loads((trial / "result.json").read_text())
+    assert result["exception_info"]["exception_type"] == "AgentTimeoutError"
+    assert len(result["agent_result"]["rollout_details"][0]["completion_token_ids"]) == 2
+    assert result["agent_result"]["metadata"]["outcome"] == "cancelled"
+
+
+def test_harbor_accepts_each_document_and_it_has_the_rows_of_its_episode(agents_trials):
+    documents = 0
+    for _, path in recordings(agents_trials):
+        document = path.with_name("trajectory.json")
+        validator = TrajectoryValidator()
+        assert validator.validate(document), validator.get_errors()
+        again = training_rows([from_atif(json.loads(document.read_text()), reward=1.0)], baseline=None).rows
+        rows = training_rows([Episode(Trajectory.load(path), 1.0, None)], baseline=None).rows
+        assert [list(row.tokens.token_ids) for row in again] == [list(row.tokens.token_ids) for row in rows]
+        documents += 1
+    assert documents > 8
+
+
+def test_a_broken_task_fails_alone(harbor_run, tmp_path):
+    for name, link in (("file", "file"), ("gpu", "gpu")):
+        (tmp_path / link).symlink_to(TASKS / name)
+    trials = harbor_run("-a", "nop", tasks=tmp_path, attempts=25)
+    assert [outcome_of(trial) for trial in trials["file"]] == [0.0] * 25
+    assert [outcome_of(trial) for trial in trials["gpu"]] == ["SandboxBuildFailedError"] * 25
+
+
+# --- tasks as environments ---
+
+
+@pytest.fixture
+def environment(server, tokenizer, in_a_world):
+    """Provide a function that makes an environment for Harbor's tasks."""
+
+    def make(answers=None, **options):
+        scripted = server[0] if answers is None else ScriptedSGLang(tokenizer, answers)
+        factory = sglang_model_factory(tokenizer=tokenizer, client=scripted.client())
+        return HarborEnvironment(factory, environment=in_a_world, max_tool_iterations=None, **options)
+
+    return make
+
+
+def task(name):
+    [action] = harbor_tasks(TASKS / name)
+    return action
+
+
+@pytest.mark.parametrize("name", ["file", "server", "no-network", "separate-verifier", "health"])
+async def test_an_episode_has_the_reward_of_harbors_verifier(environment, name, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = await environment().step(task(name))
+    assert (result.termination_reason, result.error) == (TerminationReason.TASK_COMPLETE, None)
+    assert result.reward.reward == 1.0 and result.reward.info["rewards"]["reward"] == 1
+    trajectory = result.observation.trajectory
+    [row] = training_rows([Episode(trajectory, result.reward.reward, name)], baseline=None).rows
+    assert sum(row.tokens.loss_mask) == sum(len(turn.output_ids) for turn in trajectory.turns)
+    assert not list(tmp_path.glob("trials-*"))
+
+
+@pytest.mark.parametrize("name", ["unhealthy", "build-fails", "compose", "gpu"])
+async def test_a_task_that_cannot_start_has_no_reward(environment, name):
+    result = await environment().step(task(name))
+    assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR and result.reward is None
+    assert BROKEN[name] in result.error
+
+
+@pytest.mark.parametrize("name", ["verifier-nan", "verifier-silent", "verifier-endless", "planted"])
+async def test_a_verifier_that_fails_gives_no_reward(environment, name):
+    result = await environment().step(task(name))
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE and result.reward is None
+    assert AGENT[name] in result.reward_error and not result.reward_error_is_infrastructure
+
+
+async def test_a_server_that_fails_leaves_nothing_behind(environment, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = await environment([ScriptedFault("drop")] * 20).step(task("file"))
+    assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR and result.reward is None
+    assert not list(tmp_path.glob("trials-*"))
+
+
+async def test_an_action_that_is_no_task_is_refused(environment):
+    with pytest.raises(ValueError, match="not a task of Harbor"):
+        await environment().step(Action(message="Hello"))
+    with pytest.raises(ValueError, match="no task.toml"):
+        harbor_tasks(TASKS.parent / "0.5.0")
