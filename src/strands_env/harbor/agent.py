@@ -126,6 +126,7 @@ class StrandsAgent(BaseAgent):
         finally:  # also if Harbor's timeout cancels it
             if episode.last_result is not None:
                 self._record(episode.last_result, context)
+            await forget_rewards(environment)
         if OUTCOMES[result.termination_reason].reward is RewardRule.NONE:
             raise EpisodeFailedError(f"{result.termination_reason.value}: {result.error}")
         if self._details == "single" and len(context.rollout_details or ()) != 1:
@@ -160,6 +161,11 @@ def _imported(target: Any) -> Any:
         return target
     module, _, name = target.replace(":", ".").rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+async def forget_rewards(environment: BaseEnvironment) -> None:
+    """Remove a reward that the agent has written where the verifier writes it; Harbor 0.24 would read it."""
+    await environment.exec("rm -rf /logs/verifier/reward.txt /logs/verifier/reward.json", user="root")
 
 
 def rollout_details(trajectory: Trajectory) -> list[RolloutDetail]:

@@ -16,7 +16,6 @@ from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 from harbor.models.task.task import Task
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
-from harbor.models.trial.error_policy import FailureCause, policy_for
 from harbor.models.trial.result import TrialResult
 from harbor.trial.trial import Trial
 from typing_extensions import override
@@ -24,10 +23,11 @@ from typing_extensions import override
 from ..core import Action, ModelFactory, RewardError, RewardFunction, RewardResult, StepResult, TaskContext
 from ..environments.backends import BackendError
 from ..environments.world import SandboxedEnvironment
-from .agent import HarborSandbox
+from .agent import HarborSandbox, forget_rewards
 
 IN_A_WORLD = {"import_path": "strands_env.harbor:WorldEnvironment"}
 FOREVER_S = 1e9
+OF_VERIFIER = {"RewardFileNotFoundError", "RewardFileEmptyError", "VerifierOutputParseError", "VerifierTimeoutError"}
 
 
 def harbor_tasks(folder: str | Path) -> list[Action]:
@@ -198,6 +198,7 @@ class Visitor(BaseAgent):
         self.left.clear()
         self.arrived.put_nowait((instruction, environment))
         await self.left.wait()
+        await forget_rewards(environment)
 
 
 class _Trial:
@@ -260,9 +261,10 @@ class _Trial:
         failure = result.exception_info
         if failure is None:
             raise RewardError("the task has no verifier", is_infrastructure=True)
-        cause = policy_for(failure.exception_type).cause
-        is_verifier = cause is FailureCause.VERIFIER_FAILED
-        raise RewardError(f"{failure.exception_type}: {failure.exception_message}", is_infrastructure=not is_verifier)
+        raise RewardError(
+            f"{failure.exception_type}: {failure.exception_message}",
+            is_infrastructure=failure.exception_type not in OF_VERIFIER,
+        )
 
     async def close(self) -> None:
         """End the trial, and remove its files unless they were asked for."""
