@@ -7,17 +7,19 @@ import contextlib
 import shutil
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harbor.agents.base import BaseAgent
+from harbor.agents.oracle import OracleAgent
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 from harbor.models.task.task import Task
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
 from harbor.models.trial.result import TrialResult
 from harbor.trial.trial import Trial
+from strands.types.content import Message
 from typing_extensions import override
 
 from ..core import Action, ModelFactory, RewardError, RewardFunction, RewardResult, StepResult, TaskContext
@@ -120,7 +122,21 @@ class HarborEnvironment(SandboxedEnvironment):
     async def reset(self) -> None:
         """Start a trial, and wait until it hands its environment to the agent."""
         self._trial = _Trial(self._task, self.environment, self._trials)
-        self.sandbox = HarborSandbox(await self._trial.next_environment())
+        self.sandbox = HarborSandbox(await self._trial.environment())
+
+    async def next_user_message(self, action: Action, messages: Sequence[Message]) -> str | None:
+        """Return the instruction of the next step, once the last one is graded."""
+        assert self._trial is not None
+        return await self._trial.next_instruction() if self._task.has_steps else None
+
+    async def solve(self) -> None:
+        """Do what the task's solution does, in place of the agent; for `strands-env check`."""
+        assert self._trial is not None
+        await self._trial.solve()
+
+    async def plant_reward(self) -> None:
+        """Write a reward where the verifier writes it, as an agent could; for `strands-env check`."""
+        await self.get_sandbox().execute("echo 1 > /logs/verifier/reward.txt")
 
     @override
     async def cleanup(self) -> None:
@@ -170,13 +186,20 @@ class HarborReward(RewardFunction):
 
 
 class Visitor(BaseAgent):
-    """Takes the agent's place in a trial: it hands over the environment, and waits for the agent outside."""
+    """Takes the agent's place in a trial: it hands over the environment, and waits for the agent outside.
+
+    Attributes:
+        arrived: Instruction and environment of each step.
+        left: Whether the agent has ended its turn.
+        is_over: Whether the agent does no further steps.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Wait for nothing yet."""
         super().__init__(*args, **kwargs)
         self.arrived: asyncio.Queue[tuple[str, BaseEnvironment]] = asyncio.Queue()
         self.left = asyncio.Event()
+        self.is_over = False
 
     @staticmethod
     @override
@@ -195,6 +218,8 @@ class Visitor(BaseAgent):
     @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         """Hand over the environment, and wait."""
+        if self.is_over:
+            return
         self.left.clear()
         self.arrived.put_nowait((instruction, environment))
         await self.left.wait()
@@ -206,6 +231,7 @@ class _Trial:
 
     def __init__(self, task: Task, environment: Mapping[str, Any], folder: str | Path | None) -> None:
         self._temporary = tempfile.mkdtemp(prefix="trials-") if folder is None else None
+        self._task = task
         config = TrialConfig(
             task=TaskConfig(path=task.paths.task_dir),
             trial_name=f"{task.short_name[:32]}__{uuid.uuid4().hex[:7]}",
@@ -213,39 +239,59 @@ class _Trial:
             agent=AgentConfig(import_path=f"{__name__}:Visitor", override_timeout_sec=FOREVER_S),
             environment=EnvironmentConfig.model_validate(dict(environment)),
         )
-        self._visitor: Visitor | None = None
-        self._running = asyncio.ensure_future(self._run(config))
+        self._trial: Any = None
+        self._oracle: OracleAgent | None = None
         self._created = asyncio.Event()
+        self._running = asyncio.ensure_future(self._run(config))
 
     async def _run(self, config: TrialConfig) -> TrialResult:
         try:
-            trial: Any = await Trial.create(config)
-            self._visitor = trial.agent
+            self._trial = await Trial.create(config)
         finally:
             self._created.set()
-        result: TrialResult = await trial.run()
+        result: TrialResult = await self._trial.run()
         return result
 
-    async def next_environment(self) -> BaseEnvironment:
-        """Wait until the trial hands over its environment.
+    async def _next(self) -> tuple[str, BaseEnvironment] | None:
+        """Wait until the trial hands over its environment; return None if it has ended."""
+        await self._created.wait()
+        if self._trial is None:
+            return None
+        arriving = asyncio.ensure_future(self._trial.agent.arrived.get())
+        try:
+            await asyncio.wait({arriving, self._running}, return_when=asyncio.FIRST_COMPLETED)
+            return arriving.result() if arriving.done() else None
+        finally:
+            arriving.cancel()
+
+    async def environment(self) -> BaseEnvironment:
+        """Wait until the trial hands over its environment, and return it.
 
         Raises:
             BackendError: It failed before.
         """
-        await self._created.wait()
-        if self._visitor is not None:
-            arriving = asyncio.ensure_future(self._visitor.arrived.get())
-            try:
-                await asyncio.wait({arriving, self._running}, return_when=asyncio.FIRST_COMPLETED)
-                if arriving.done():
-                    return arriving.result()[1]
-            finally:
-                arriving.cancel()
+        self._here = await self._next()
+        if self._here is not None:
+            return self._here[1]
         try:
             failure: Any = (await self._running).exception_info
         except Exception as error:  # of a task that Harbor refuses
             raise BackendError(f"Harbor refuses the task: {type(error).__name__}: {error}") from error
         raise BackendError(f"{failure.exception_type}: {failure.exception_message}")
+
+    async def next_instruction(self) -> str | None:
+        """Let the trial grade a step; return the instruction of the next one, None if there is none."""
+        self._trial.agent.left.set()
+        self._here = await self._next()
+        return None if self._here is None else self._here[0]
+
+    async def solve(self) -> None:
+        """Let Harbor's oracle do the current step."""
+        assert self._here is not None
+        paths = self._trial.paths
+        if self._oracle is None:
+            self._oracle = OracleAgent(paths.agent_dir, task_dir=self._task.paths.task_dir, trial_paths=paths)
+        await self._oracle.run(*self._here, AgentContext())
 
     async def rewards(self) -> Mapping[str, float]:
         """Let the trial grade, and return its rewards.
@@ -253,8 +299,8 @@ class _Trial:
         Raises:
             RewardError: It has none.
         """
-        assert self._visitor is not None
-        self._visitor.left.set()
+        self._trial.agent.is_over = True
+        self._trial.agent.left.set()
         result = await asyncio.shield(self._running)
         if result.verifier_result is not None and result.verifier_result.rewards is not None:
             return result.verifier_result.rewards
