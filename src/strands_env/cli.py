@@ -119,6 +119,17 @@ def build_parser() -> terminal.Parser:
         _EXAMPLE,
     )
     _add_evaluation_options(evaluation)
+    checking = add(
+        check_env,
+        "check --env NAME --dataset PATH [OPTIONS]",
+        "play agents in an environment, and see whether it rewards what it should",
+        "Play agents that do nothing, do the solution, hang, or write a reward themselves, on each task, without a "
+        "model. Exit with 1 if something does not hold.",
+        "example:\n  strands-env check --env harbor --dataset tasks --reward env",
+    )
+    for title in ("tasks", "environment"):
+        for name, option in _OPTIONS[title].items():
+            _add(checking, name, *option)
     report = add(
         report_metrics,
         "report DIR [OPTIONS]",
@@ -461,6 +472,33 @@ def evaluate(arguments: argparse.Namespace) -> int:
         return FAILED
     except DuplicateTaskError as error:
         raise UsageError(error) from error
+
+
+def check_env(arguments: argparse.Namespace) -> int:
+    """Check an environment with each task; return the exit code."""
+    from .check import check_environment
+
+    if arguments.env is None or arguments.dataset is None:
+        raise UsageError("--env and --dataset must be given")
+    logging.getLogger("strands_env.core").setLevel(logging.CRITICAL)  # the findings say it
+    try:
+        actions = load_dataset(arguments, limit=arguments.limit)
+        named_environment(arguments, None)
+    except (ValueError, OSError, ImportError) as error:
+        raise UsageError(error) from error
+
+    def make(model_factory: Any, action: Any) -> Any:
+        return named_environment(arguments, model_factory)[0](action)
+
+    colors = {"ok": "green", "failed": "red", "not tried": "yellow"}
+    code = 0
+    for action in actions:
+        say(paint(f"{action.task_context.id}", "bold"))
+        for finding in asyncio.run(check_environment(make, action)):
+            detail = f" ({finding.detail})" if finding.detail else ""
+            say(f"  {paint(f'{finding.verdict:<9}', colors[finding.verdict])}  {finding.name}{detail}")
+            code = FAILED if finding.verdict == "failed" else code
+    return code
 
 
 def finish(

@@ -56,6 +56,8 @@ ENVIRONMENTS = Kind(
         "python": "strands_env.environments.PythonEnvironment",
         "agentcore": "strands_env.environments.AgentCoreCodeEnvironment",
         "mcp": "strands_env.environments.MCPServersEnvironment",
+        "world": "strands_env.environments.WorldEnvironment",
+        "harbor": "strands_env.harbor.HarborEnvironment",
     },
 )
 
@@ -195,8 +197,17 @@ def _no_sandbox() -> str | None:
     return None
 
 
+def _no_harbor() -> str | None:
+    try:
+        import strands_env.harbor  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return None
+
+
 _NEEDS: dict[str, Callable[[], str | None]] = {
     "python": _no_sandbox,
     "agentcore": needs("bedrock_agentcore", "agentcore"),
+    "harbor": _no_harbor,
     "math": needs("math_verify", "env"),
 }

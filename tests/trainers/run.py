@@ -1,12 +1,13 @@
 """Run the trainers' tests: `python tests/trainers/run.py [TRAINER ...] [-- arguments of pytest]`.
 
-Each folder here is a trainer, or `trackers`, to which runs are reported. Its tests run in their own environment with
-its published packages, as requirements.txt pins them. Environments are made once per machine and list of packages, in
-the project's cache.
+Each folder here is a trainer, or another library that ours works with. Its tests run in their own environment with its
+published packages, as requirements.txt pins them, and once more for each requirements-VERSION.txt. Environments are made
+once per machine and list of packages, in the project's cache.
 """
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +23,12 @@ from strands_sglang.local.process import LocalServerError, run_quietly
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-TRAINERS = sorted(path.parent.name for path in HERE.glob("*/requirements.txt"))
-WITHOUT_TORCH = ("trackers",)  # the other tests compute the gradient on paper
+REQUIREMENTS = {
+    path.parent.name + path.stem.removeprefix("requirements"): path for path in HERE.glob("*/requirements*.txt")
+}
+TRAINERS = sorted(REQUIREMENTS)
+WITHOUT_TORCH = ("trackers", "harbor", "harbor-0.24")  # the other tests compute the gradient on paper
+NEWER_PYTHON = {"harbor": "3.12", "harbor-0.24": "3.12"}
 OWN = ["pytest>=8", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "filelock>=3.13"]
 
 
@@ -32,27 +37,37 @@ def environment(trainer):
 
     `requirements.txt` is installed with what this project depends on, then `nodeps.txt` without its dependencies.
     """
-    folder = HERE / trainer
+    requirements = REQUIREMENTS[trainer]
+    python = python_of(NEWER_PYTHON[trainer]) if trainer in NEWER_PYTHON else sys.executable
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     torch = [line for line in constraints if line.startswith("torch==") and trainer not in WITHOUT_TORCH]
-    nodeps = folder / "nodeps.txt"
-    text = "\n".join([sys.version, *project, *torch, *OWN, (folder / "requirements.txt").read_text()])
+    nodeps = requirements.with_name("nodeps.txt")
+    text = "\n".join([sys.version, python, *project, *torch, *OWN, requirements.read_text()])
     text += nodeps.read_text() if nodeps.exists() else ""
 
     def install(directory):
         print(f"installing {trainer} into {directory} (once; minutes)", flush=True)
         pip = [environment_python(directory), "-m", "pip", "install", *PIP_OPTIONS]
-        run_quietly([sys.executable, "-m", "venv", directory], "creating the environment")
+        run_quietly([python, "-m", "venv", directory], "creating the environment")
         if torch:
             run_quietly([*pip, *torch], "installing PyTorch")
-        run_quietly([*pip, *torch, *project, *OWN, "-r", folder / "requirements.txt"], f"installing {trainer}")
+        run_quietly([*pip, *torch, *project, *OWN, "-r", requirements], f"installing {trainer}")
         if nodeps.exists():
             run_quietly([*pip, "--no-deps", "-r", nodeps], "installing packages without their dependencies")
 
     name = f"{trainer}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     usable = lambda directory: environment_python(directory).exists()  # noqa: E731
     return environment_python(build_once(home() / "trainers" / name, install, usable=usable))
+
+
+def python_of(version):
+    """Return a Python of a version: on the PATH, or one of pyenv's."""
+    found = [shutil.which(f"python{version}"), *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
+    for python in filter(None, found):
+        if subprocess.run([python, "--version"], capture_output=True, check=False).returncode == 0:
+            return python
+    raise LocalServerError(f"Harbor needs Python {version}, and there is none: put python{version} on the PATH")
 
 
 def run(trainer, python, arguments):
@@ -64,7 +79,7 @@ def run(trainer, python, arguments):
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "OMP_NUM_THREADS": "1",  # two wait for each other on a busy machine
     }
-    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--confcutdir", HERE, HERE / trainer]
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--confcutdir", HERE, REQUIREMENTS[trainer].parent]
     print(f"== {trainer}", flush=True)
     return subprocess.run([*command, *arguments], cwd=ROOT, env=variables, check=False).returncode
 

@@ -155,9 +155,12 @@ def load_tasks(
     (`.jsonl.gz`). A field name `a.b` means the field `b` of the object `a`. Additional fields are kept in the task's
     context. A row with `message` and `task_context` is an `Action` and is used unchanged.
 
-    A folder has the files of one dataset, as a copy from the Hugging Face Hub does. If the header of its `README.md`
-    names the files of each split (`configs`), these are read. Else files and folders are named after their split
-    (`test.jsonl`, `data/train-00000-of-00002.parquet`, `validation/a.csv`); parts are read in the order of their names.
+    A folder with a `task.toml`, or with folders that have one, has tasks of Harbor.
+
+    Another folder has the files of one dataset, as a copy from the Hugging Face Hub does. If the header of its
+    `README.md` names the files of each split (`configs`), these are read. Else files and folders are named after their
+    split (`test.jsonl`, `data/train-00000-of-00002.parquet`, `validation/a.csv`); parts are read in the order of their
+    names.
 
     Args:
         path: File or folder to read.
@@ -186,6 +189,10 @@ def load_tasks(
         >>> tasks = load_tasks("tasks.jsonl", check_truth=reward_fn.check_truth)
     """
     path = Path(path)
+    if path.is_dir() and next(itertools.chain(path.glob("task.toml"), path.glob("*/task.toml")), None):
+        from ..harbor import harbor_tasks
+
+        return harbor_tasks(path)[:limit]
     if split is not None and not path.is_dir():
         raise TaskError(f"{path}: only a folder has splits, such as {split}")
     rows = _rows(path) if not path.is_dir() else _rows_of_folder(path, split)

@@ -1,0 +1,197 @@
+"""`strands-env check`: whether an environment rewards what it should, tried by playing agents in it.
+
+Environments may help: `solve()` does a task as its solution does, and `plant_reward()` writes a reward where the agent
+could.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+from strands.models.model import Model
+from strands.types.content import Messages
+from typing_extensions import override
+
+from strands_sglang import TerminationReason
+
+from .core import Action, Environment, ModelFactory, StepResult
+from .core.supervision import maybe_await
+
+Verdict = Literal["ok", "failed", "not tried"]
+MakeEnvironment = Callable[[ModelFactory, Action], Environment]
+Move = Callable[[Environment], Awaitable[None]]
+
+HANGING_S = 2
+MOST_S = 60.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found.
+
+    Attributes:
+        name: What should hold.
+        verdict: Whether it does.
+        detail: What happened.
+    """
+
+    name: str
+    verdict: Verdict
+    detail: str = ""
+
+
+class Player(Model):
+    """Plays an agent: each time it is asked, it does the same, and then says that it is done.
+
+    Attributes:
+        move: What it does.
+        call: A tool and its input, which it calls first.
+    """
+
+    def __init__(self, move: Callable[[], Awaitable[None]] | None = None, call: tuple[str, Any] | None = None) -> None:
+        """Choose what it does."""
+        self.move = move
+        self.call = call
+
+    @override
+    def update_config(self, **model_config: Any) -> None:
+        """Ignore it."""
+
+    @override
+    def get_config(self) -> Any:
+        """Return nothing."""
+        return {}
+
+    @override
+    def structured_output(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse it."""
+        raise NotImplementedError
+
+    @override
+    async def stream(self, messages: Messages, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Play one answer."""
+        call, self.call = self.call, None
+        if call is None and self.move is not None:
+            await self.move()
+        yield {"messageStart": {"role": "assistant"}}
+        if call is None:
+            yield {"contentBlockStart": {"start": {}}}
+            yield {"contentBlockDelta": {"delta": {"text": "It is done."}}}
+        else:
+            name, given = call
+            yield {"contentBlockStart": {"start": {"toolUse": {"toolUseId": "call", "name": name}}}}
+            yield {"contentBlockDelta": {"delta": {"toolUse": {"input": json.dumps(given)}}}}
+        yield {"contentBlockStop": {}}
+        yield {"messageStop": {"stopReason": "end_turn" if call is None else "tool_use"}}
+
+
+async def check_environment(make: MakeEnvironment, action: Action, *, success_threshold: float = 1.0) -> list[Finding]:
+    """Play agents in an environment, and return what was found.
+
+    Args:
+        make: Function that returns a new environment for a model factory and an action.
+        action: The task.
+        success_threshold: An episode with at least this reward is a success.
+    """
+    check = _Check(make, action, success_threshold)
+    nothing = await asyncio.gather(check.play(), check.play())
+    if nothing[0].termination_reason is not TerminationReason.TASK_COMPLETE:
+        return [Finding("an episode runs", "failed", str(nothing[0].error))]
+    findings = [check.fails("doing nothing is no success", nothing[0])]
+    runs = [nothing]
+    solved = await asyncio.gather(check.play(_call("solve")), check.play(_call("solve")))
+    if solved[0].termination_reason is TerminationReason.AGENT_ERROR:
+        findings.append(Finding("the solution succeeds", "not tried", str(solved[0].error)))
+    else:
+        findings.append(check.finding("the solution succeeds", check.succeeded(solved[0]), solved[0]))
+        runs.append(solved)
+    agree = all(first.reward == second.reward for first, second in runs)
+    findings.append(check.finding("two runs agree", agree, *chain.from_iterable(runs)))
+    findings.append(await check.siblings())
+    hung = await check.play(call=("shell", {"command": "sleep 100000", "timeout": HANGING_S}))
+    if "shell" in hung.observation.metrics["tools"]:
+        findings.append(check.finding("a tool that hangs ends", hung.observation.metrics["seconds"] < MOST_S, hung))
+    planted = await check.play(_call("plant_reward"))
+    if planted.termination_reason is not TerminationReason.AGENT_ERROR:
+        findings.append(check.fails("a planted reward does not count", planted))
+    return findings
+
+
+@dataclass(frozen=True)
+class _Check:
+    """An environment and a task that are checked."""
+
+    make: MakeEnvironment
+    action: Action
+    success_threshold: float
+
+    async def play(self, move: Move | None = None, call: tuple[str, Any] | None = None) -> StepResult:
+        """Run an episode of a player."""
+        player = Player(call=call)
+        environment = self.make(lambda: player, self.action)
+        if move is not None:
+            player.move = functools.partial(move, environment)
+        return await environment.step(self.action.model_copy(deep=True))
+
+    def succeeded(self, result: StepResult) -> bool:
+        """Return whether an episode is a success."""
+        return result.reward is not None and result.reward.reward >= self.success_threshold
+
+    def finding(self, name: str, holds: bool, *results: StepResult) -> Finding:
+        """Return what some episodes show."""
+        return Finding(name, "ok" if holds else "failed", "; ".join(dict.fromkeys(map(_shown, results))))
+
+    def fails(self, name: str, result: StepResult) -> Finding:
+        """Return whether an episode is graded, and no success."""
+        is_graded = result.reward is not None or (
+            result.reward_error is not None and not result.reward_error_is_infrastructure
+        )
+        return self.finding(name, is_graded and not self.succeeded(result), result)
+
+    async def siblings(self) -> Finding:
+        """Let two episodes write files at once, and look for those of the other."""
+        name = "siblings do not see each other"
+        wrote = [asyncio.Event(), asyncio.Event()]
+        seen: list[str] = []
+
+        async def look(environment: Environment, own: int) -> None:
+            sandbox = await maybe_await(environment.get_sandbox())
+            if sandbox is None:
+                raise LookupError("the environment has no sandbox")
+            await sandbox.execute(f"touch /tmp/sibling-{own} sibling-{own}")
+            wrote[own].set()
+            await asyncio.wait_for(wrote[1 - own].wait(), MOST_S)
+            found = await sandbox.execute("ls . /tmp")
+            if f"sibling-{1 - own}" in found.stdout:
+                seen.append(f"sibling-{1 - own}")
+
+        moves = [functools.partial(look, own=own) for own in (0, 1)]
+        results = await asyncio.gather(*map(self.play, moves))
+        for result in results:
+            if result.termination_reason is not TerminationReason.TASK_COMPLETE:
+                return Finding(name, "not tried", str(result.error))
+        return Finding(name, "failed" if seen else "ok", ", ".join(seen))
+
+
+def _call(name: str) -> Move:
+    """Return a move that calls a method of the environment."""
+
+    async def move(environment: Environment) -> None:
+        method = getattr(environment, name, None)
+        if method is None:
+            raise LookupError(f"the environment has no {name}()")
+        await method()
+
+    return move
+
+
+def _shown(result: StepResult) -> str:
+    if result.reward is not None:
+        return f"reward {result.reward.reward:g}"
+    return result.reward_error or result.error or result.termination_reason.value
