@@ -1,8 +1,8 @@
 """Run the trainers' tests: `python tests/trainers/run.py [TRAINER ...] [-- arguments of pytest]`.
 
 Each folder here is a trainer, or another library that ours works with. Its tests run in their own environment with its
-published packages, as requirements.txt pins them, and once more for each requirements-VERSION.txt. Environments are made
-once per machine and list of packages, in the project's cache.
+published packages, as requirements.txt pins them, and once more for each requirements-VERSION.txt. Environments are
+made once per machine and list of packages, in the project's cache.
 """
 
 import hashlib
