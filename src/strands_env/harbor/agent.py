@@ -134,8 +134,13 @@ class StrandsAgent(BaseAgent):
 
     def _record(self, result: StepResult, context: AgentContext) -> None:
         trajectory = result.observation.trajectory
-        context.metadata = {"outcome": result.termination_reason.value, "error": result.error}
         metrics = result.observation.metrics
+        # `n_episodes` is what Harbor's own agents call their model calls; SkyRL reads it.
+        context.metadata = {
+            "outcome": result.termination_reason.value,
+            "error": result.error,
+            "n_episodes": metrics["model_calls"],
+        }
         context.n_input_tokens = metrics["input_tokens"]
         context.n_cache_tokens = metrics["cached_tokens"]
         context.n_output_tokens = metrics["sampled_tokens"]
