@@ -56,6 +56,7 @@ ENVIRONMENTS = Kind(
         "python": "strands_env.environments.PythonEnvironment",
         "agentcore": "strands_env.environments.AgentCoreCodeEnvironment",
         "mcp": "strands_env.environments.MCPServersEnvironment",
+        "reasoning-gym": "strands_env.environments.ReasoningGymEnvironment",
     },
 )
 
@@ -122,10 +123,10 @@ def load_path(option: str, name: str, path: str) -> Any:
 
 
 def load_benchmark_class(name: str, known: Iterable[str]) -> Any:
-    """The `Evaluator` subclass of a benchmark that is registered by an installed package, or at a dotted path.
+    """The `Evaluator` subclass of a benchmark: one that an installed package registers, or at a dotted path.
 
     Args:
-        name: Its registered name, or its dotted path.
+        name: Its registered name, its dotted path, or `reasoning_gym:FAMILY`.
         known: Names of the benchmarks of this package, for errors.
 
     Raises:
@@ -133,6 +134,11 @@ def load_benchmark_class(name: str, known: Iterable[str]) -> Any:
     """
     from .eval import Evaluator
 
+    package, _, family = name.partition(":")
+    if package == "reasoning_gym":
+        from .environments import reasoning_gym_tasks
+
+        return type(family, (Evaluator,), {"load_dataset": lambda self: reasoning_gym_tasks(family)})
     registered, failures = registered_benchmarks()
     if name in registered:
         return registered[name]
@@ -199,4 +205,5 @@ _NEEDS: dict[str, Callable[[], str | None]] = {
     "python": _no_sandbox,
     "agentcore": needs("bedrock_agentcore", "agentcore"),
     "math": needs("math_verify", "env"),
+    "reasoning-gym": needs("reasoning_gym", "reasoning-gym"),
 }

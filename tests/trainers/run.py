@@ -1,8 +1,8 @@
 """Run the trainers' tests: `python tests/trainers/run.py [TRAINER ...] [-- arguments of pytest]`.
 
-Each folder here is a trainer, or `trackers`, to which runs are reported. Its tests run in their own environment with
-its published packages, as requirements.txt pins them. Environments are made once per machine and list of packages, in
-the project's cache.
+Each folder here is a trainer, `trackers`, to which runs are reported, or `packages`, which environments and rewards are
+built on. Its tests run in their own environment with its published packages, as requirements.txt pins them.
+Environments are made once per machine and list of packages, in the project's cache.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from strands_sglang.local.process import LocalServerError, run_quietly
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TRAINERS = sorted(path.parent.name for path in HERE.glob("*/requirements.txt"))
-WITHOUT_TORCH = ("trackers",)  # the other tests compute the gradient on paper
+WITHOUT_TORCH = ("packages", "trackers")  # the other tests compute the gradient on paper
 OWN = ["pytest>=8", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "filelock>=3.13"]
 
 

@@ -6,6 +6,7 @@ from .calculator import ArithmeticExpressionError, CalculatorEnvironment, calcul
 from .mcp import MCPEnvironment
 from .mcp_servers import MCPServersEnvironment
 from .python import PythonEnvironment, python_tool
+from .reasoning_gym import ReasoningGymEnvironment, ReasoningGymReward, reasoning_gym_tasks
 from .world import WorldEnvironment, WorldSandbox
 
 __all__ = [
@@ -16,9 +17,12 @@ __all__ = [
     "MCPEnvironment",
     "MCPServersEnvironment",
     "PythonEnvironment",
+    "ReasoningGymEnvironment",
+    "ReasoningGymReward",
     "WorldEnvironment",
     "WorldSandbox",
     "calculator",
     "evaluate",
     "python_tool",
+    "reasoning_gym_tasks",
 ]
