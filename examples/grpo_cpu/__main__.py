@@ -1,6 +1,6 @@
 """Train SmolLM2-135M-Instruct to use a calculator, on two cores and without a GPU; `make rl-demo` runs this.
 
-    python examples/grpo_cpu [--output FOLDER] [--steps N] [--seed N] [--fast] ...
+    python examples/grpo_cpu [--output FOLDER] [--task NAME] [--steps N] [--seed N] [--fast] ...
 
 Serves the model with SGLang, evaluates it on held-out tasks, trains it with TRL's AsyncGRPOTrainer on episodes of a
 Strands agent, and evaluates it again. The same command continues a run that was stopped or killed.
@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 from plot import save_plot
 from record import Run, RunError, write
-from tasks import WAYS, Settings, environment_factory, held_out_tasks, model_factory
+from tasks import WAYS, Settings, environment_factory, model_factory, task_of
 
 from strands_env.eval import Evaluator
 from strands_sglang import SGLangClientError, local
@@ -104,10 +104,15 @@ def settings_of(options: argparse.Namespace, model_path: Path) -> Settings:
 
 def run_demo(options: argparse.Namespace) -> None:
     """Evaluate, train, and evaluate again; what is done already is not repeated."""
+    try:
+        task_of(settings_of(options, Path()))
+    except (ImportError, ValueError) as error:
+        raise RunError(f"--task {options.task}: {error}") from error
     trainer_python = trainer_environment()
     python = local.ensure_sglang()
     settings = settings_of(options, local.ensure_tiny_qwen3(python) if options.fast else local.ensure_smollm2(python))
-    run = Run(options.output or ROOT / "out" / f"grpo_cpu{'_fast' if options.fast else ''}_{settings.seed}")
+    task = "" if settings.task == "calculator" else f"_{settings.task.replace(':', '_')}"
+    run = Run(options.output or ROOT / "out" / f"grpo_cpu{'_fast' if options.fast else ''}{task}_{settings.seed}")
     run.open(asdict(settings))
     if run.steps:
         print(f"continuing after step {len(run.steps)} of {run.folder}")
@@ -198,8 +203,7 @@ def evaluate(run: Run, settings: Settings, base_url: str, name: str) -> float:
         max_concurrency=24,
         output_path=run.folder / "evaluation" / f"{name}.jsonl",
     )
-    actions = [task.action("held-out", is_fast=settings.is_fast) for task in held_out_tasks(settings)]
-    results = asyncio.run(evaluator.run(actions))
+    results = asyncio.run(evaluator.run(task_of(settings).held_out(settings)))
     metrics = evaluator.compute_metrics(results)
     write(run.folder / "evaluation" / f"{name}.json", json.dumps(metrics, indent=1))
     return metrics["avg@1"] if "avg@1" in metrics else metrics["pass@1"]

@@ -16,7 +16,7 @@ def save_plot(path: Path, steps: Sequence[dict[str, Any]], before: float, after:
     Args:
         path: Path of the file.
         steps: The ledger of the run.
-        before: Share of held-out tasks answered right before training.
+        before: Mean reward of the held-out tasks before training.
         after: The same after it.
     """
     last = len(steps) + 1
@@ -31,7 +31,7 @@ def save_plot(path: Path, steps: Sequence[dict[str, Any]], before: float, after:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         f'font-size="12" role="img"><title>Reward of training episodes by step, and of held-out tasks</title>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="24" font-size="14">GRPO on two cores: right answers of SmolLM2-135M</text>',
+        f'<text x="{LEFT}" y="24" font-size="14">GRPO on two cores: mean reward of SmolLM2-135M</text>',
     ]
     for value in (0, 0.25, 0.5, 0.75, 1):
         parts.append(f'<line x1="{LEFT}" x2="{x(last)}" y1="{y(value)}" y2="{y(value)}" stroke="#dddddd"/>')

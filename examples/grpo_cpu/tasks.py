@@ -1,24 +1,21 @@
-"""The tasks, the agent that answers them, its reward, and the ways in which episodes are recorded."""
+"""What a run of the demo is: its settings, its task, and the ways in which episodes are recorded."""
 
 from __future__ import annotations
 
-import random
-import re
+import importlib
+import itertools
+import json
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from strands_env.core import Action, Environment, RewardFunction, RewardResult, StepResult, TaskContext
+import calculator
+
+from strands_env.core import Action, Environment, RewardFunction, RewardResult, StepResult
 from strands_env.core.models import sglang_model_factory
-from strands_env.environments import CalculatorEnvironment, evaluate
+from strands_env.environments import ReasoningGymEnvironment, reasoning_gym_tasks
 from strands_sglang import get_tokenizer, local
 from strands_sglang.credit import Episode
-
-SYSTEM_PROMPT = "You are a helpful assistant."
-WORKED_EXAMPLES = ("15 * 12", "98 + 47 - 60", "84 - 29")
-"""Expressions of the conversation that every task continues: from it a model of 135M parameters knows how to answer."""
-
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -28,6 +25,8 @@ class Settings:
     Attributes:
         model_path: Folder of the model that is trained.
         rollouts: How episodes are sampled and recorded, a key of `WAYS`.
+        task: What is trained: `calculator`, `reasoning_gym:FAMILY`, or a module of yours with a task's functions.
+        task_args: Settings of the family, as JSON.
         steps: Number of updates.
         tasks: Tasks per update.
         samples: Episodes per task.
@@ -44,6 +43,8 @@ class Settings:
 
     model_path: str
     rollouts: str = "exact"
+    task: str = "calculator"
+    task_args: str = "{}"
     steps: int = 4
     tasks: int = 4
     samples: int = 8
@@ -58,87 +59,60 @@ class Settings:
     is_fast: bool = False
 
 
-@dataclass(frozen=True)
-class Task:
-    """One question.
+class Task(Protocol):
+    """What is trained."""
 
-    Attributes:
-        number: Its place in the stream of training tasks, or among those held out.
-        expression: The expression to compute.
-    """
+    def training(self, settings: Settings) -> Iterator[Action]:
+        """Yield tasks to train on, none of which is held out; the same ones for equal settings."""
 
-    number: int
-    expression: str
+    def held_out(self, settings: Settings) -> list[Action]:
+        """Return the tasks of the evaluations; they are the same for every seed of a run."""
 
-    def action(self, name: str, *, is_fast: bool = False) -> Action:
-        """Return the task for an environment, after the worked examples."""
-        return Action(
-            message=f"What is {self.expression}?",
-            task_context=TaskContext(
-                id=f"{name}-{self.number}",
-                ground_truth=str(evaluate(self.expression)),
-                conversation_history=[] if is_fast else worked_examples(),
-            ),
-        )
+    def environment(self, model_factory: Callable[[], Any]) -> Environment:
+        """Return the environment of one episode."""
 
 
-def expression(rng: random.Random) -> str:
-    """Return an expression of one to three operations on numbers of two digits, with at most one product."""
-    count = rng.choice((1, 2, 3))
-    signs = [rng.choice("+-") for _ in range(count)]
-    if rng.random() < 0.5:
-        signs[rng.randrange(count)] = "*"
-    text = str(rng.randint(10, 99))
-    for sign in signs:
-        text += f" {sign} {rng.randint(10, 99)}"
-    return text
+class Family:
+    """A family of reasoning-gym. Every task continues a conversation with worked examples."""
+
+    def __init__(self, name: str, **settings: Any) -> None:
+        """Choose the family and its settings; fails if the package is not installed, or has no such family."""
+        self._name, self._settings = name, settings
+        self._examples: list[Any] = []
+        for example in self._tasks(size=3, seed=1_000):
+            answer = f"<answer>{example.task_context.ground_truth}</answer>"
+            self._examples += [{"role": "user", "content": example.message}, {"role": "assistant", "content": answer}]
+
+    def training(self, settings: Settings) -> Iterator[Action]:
+        """Yield tasks without end."""
+        held_out = {action.message for action in self.held_out(settings)}
+        for seed in itertools.count((settings.seed + 1) * 100_000, 50):  # task n of a seed is task 0 of seed + n
+            yield from (one for one in self._continued(settings, 50, seed) if one.message not in held_out)
+
+    def held_out(self, settings: Settings) -> list[Action]:
+        """Return the tasks of seed 0."""
+        return self._continued(settings, settings.held_out, seed=0)
+
+    def environment(self, model_factory: Callable[[], Any]) -> Environment:
+        """Return an environment with the family's own reward."""
+        return ReasoningGymEnvironment(model_factory, episode_timeout=600)
+
+    def _continued(self, settings: Settings, size: int, seed: int) -> list[Action]:
+        actions = self._tasks(size, seed)
+        for action in actions:
+            action.task_context.conversation_history = [] if settings.is_fast else self._examples
+        return actions
+
+    def _tasks(self, size: int, seed: int) -> list[Action]:
+        return reasoning_gym_tasks(self._name, size, seed, **self._settings)
 
 
-def held_out_tasks(settings: Settings) -> list[Task]:
-    """Return the tasks of the evaluations; they are the same for every seed of a run."""
-    rng = random.Random("held out")
-    return [Task(number, expression(rng)) for number in range(settings.held_out)]
-
-
-def training_tasks(settings: Settings) -> Iterator[Task]:
-    """Yield tasks without end, none of which is held out. The number of a task determines it."""
-    held_out = {task.expression for task in held_out_tasks(settings)}
-    rng = random.Random(settings.seed)
-    number = 0
-    while True:
-        text = expression(rng)
-        if text not in held_out:
-            yield Task(number, text)
-            number += 1
-
-
-def worked_examples() -> list[Any]:
-    """Return a conversation in which the assistant used the calculator for each example."""
-    messages: list[Any] = []
-    for number, text in enumerate(WORKED_EXAMPLES):
-        call = {"toolUseId": f"example_{number}", "name": "calculator", "input": {"expression": text}}
-        value = str(evaluate(text))
-        result = {"toolUseId": call["toolUseId"], "status": "success", "content": [{"text": value}]}
-        messages += [
-            {"role": "user", "content": [{"text": f"What is {text}?"}]},
-            {"role": "assistant", "content": [{"toolUse": call}]},
-            {"role": "user", "content": [{"toolResult": result}]},
-            {"role": "assistant", "content": [{"text": f"The answer is {value}."}]},
-        ]
-    return messages
-
-
-class RightWithTool(RewardFunction):
-    """1 if the calculator returned the right number and the answer ends with it, else 0."""
-
-    async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
-        """Compare the last number of the answer with the ground truth."""
-        truth = action.task_context.ground_truth
-        blocks = [block for message in step_result.observation.messages for block in message["content"]]
-        results = [block["toolResult"]["content"][0].get("text") for block in blocks if "toolResult" in block]
-        numbers = NUMBER.findall(step_result.observation.final_response or "")
-        is_right = truth in results and bool(numbers) and numbers[-1].replace(",", "") == truth
-        return RewardResult(reward=float(is_right), info={"used_tool": bool(results)})
+def task_of(settings: Settings) -> Task:
+    """Return the task that the settings name."""
+    package, _, family = settings.task.partition(":")
+    if package == "reasoning_gym":
+        return Family(family, **json.loads(settings.task_args))
+    return calculator if settings.task == "calculator" else importlib.import_module(settings.task)
 
 
 class EvenIds(RewardFunction):
@@ -153,15 +127,13 @@ class EvenIds(RewardFunction):
 
 def environment_factory(settings: Settings, model_factory: Callable[[], Any]) -> Callable[..., Environment]:
     """Return a function that makes the environment of an episode."""
+    task = task_of(settings)
 
     def make(action: Action | None = None) -> Environment:
-        return CalculatorEnvironment(
-            model_factory,
-            EvenIds() if settings.is_fast else RightWithTool(),
-            system_prompt=SYSTEM_PROMPT,
-            max_tool_iterations=3,
-            episode_timeout=600,
-        )
+        environment = task.environment(model_factory)
+        if settings.is_fast:
+            environment.reward_fn = EvenIds()
+        return environment
 
     return make
 
@@ -186,7 +158,7 @@ def model_factory(settings: Settings, base_url: str) -> Callable[[], Any]:
     )
 
 
-RunTask = Callable[[Task], Awaitable[tuple[StepResult, Episode]]]
+RunTask = Callable[[Action], Awaitable[tuple[StepResult, Episode]]]
 """Runs one episode of a task; the episode holds what is trained."""
 
 
@@ -194,9 +166,9 @@ def exact(settings: Settings, base_url: str) -> RunTask:
     """Record the tokens that were sent and sampled, as this library does."""
     make = environment_factory(settings, model_factory(settings, base_url))
 
-    async def run(task: Task) -> tuple[StepResult, Episode]:
-        result = await make().step(task.action("task", is_fast=settings.is_fast))
-        return result, result.episode(group=task.number)
+    async def run(action: Action) -> tuple[StepResult, Episode]:
+        result = await make().step(action)
+        return result, result.episode(group=action.task_context.id)
 
     return run
 

@@ -22,14 +22,14 @@ import cpu
 import torch
 from datasets import Dataset
 from record import Run
-from tasks import WAYS, Settings, Task, training_tasks
+from tasks import WAYS, Settings, task_of
 from threads import use_all_cores
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.packing import TreeRow
 
-from strands_env.core import StepResult
+from strands_env.core import Action, StepResult
 from strands_sglang.credit import Episode, TrainingRow, TrainingRows, version_number
 from strands_sglang.drift import measure_drift
 from strands_sglang.mismatch import masked_logprobs, under_sampling_mask
@@ -379,9 +379,10 @@ def main(folder: Path, base_url: str) -> None:
     recorder = Recorder(run, weights, settings)
     run_task = WAYS[settings.rollouts](settings, base_url)
 
-    async def run_episode(task: Task) -> Episode:
-        result, episode = await run_task(task)
-        episode = replace(episode, id=f"task-{task.number}-{episode.id[:12]}")
+    async def run_episode(task: tuple[int, Action]) -> Episode:
+        number, action = task
+        result, episode = await run_task(action)
+        episode = replace(episode, id=f"task-{number}-{episode.id[:12]}", group=number)
         recorder.keep(result, episode)
         return episode
 
@@ -390,7 +391,7 @@ def main(folder: Path, base_url: str) -> None:
     taken: list[tuple[Any, TrainingRow]] = []
     rollouts = AsyncGRPORollouts(
         run_episode,
-        (task for task in training_tasks(settings) if task.number not in done),
+        (task for task in enumerate(task_of(settings).training(settings)) if task[0] not in done),
         weights,
         group_size=settings.samples,
         groups_in_flight=settings.tasks,

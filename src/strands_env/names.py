@@ -58,6 +58,7 @@ ENVIRONMENTS = Kind(
         "mcp": "strands_env.environments.MCPServersEnvironment",
         "world": "strands_env.environments.WorldEnvironment",
         "harbor": "strands_env.harbor.HarborEnvironment",
+        "reasoning-gym": "strands_env.environments.ReasoningGymEnvironment",
     },
 )
 
@@ -124,10 +125,10 @@ def load_path(option: str, name: str, path: str) -> Any:
 
 
 def load_benchmark_class(name: str, known: Iterable[str]) -> Any:
-    """The `Evaluator` subclass of a benchmark that is registered by an installed package, or at a dotted path.
+    """The `Evaluator` subclass of a benchmark: one that an installed package registers, or at a dotted path.
 
     Args:
-        name: Its registered name, or its dotted path.
+        name: Its registered name, its dotted path, or `reasoning_gym:FAMILY`.
         known: Names of the benchmarks of this package, for errors.
 
     Raises:
@@ -135,6 +136,11 @@ def load_benchmark_class(name: str, known: Iterable[str]) -> Any:
     """
     from .eval import Evaluator
 
+    package, _, family = name.partition(":")
+    if package == "reasoning_gym":
+        from .environments import reasoning_gym_tasks
+
+        return type(family, (Evaluator,), {"load_dataset": lambda self: reasoning_gym_tasks(family)})
     registered, failures = registered_benchmarks()
     if name in registered:
         return registered[name]
@@ -210,4 +216,5 @@ _NEEDS: dict[str, Callable[[], str | None]] = {
     "agentcore": needs("bedrock_agentcore", "agentcore"),
     "harbor": _no_harbor,
     "math": needs("math_verify", "env"),
+    "reasoning-gym": needs("reasoning_gym", "reasoning-gym"),
 }

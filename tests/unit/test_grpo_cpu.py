@@ -17,8 +17,8 @@ from support.recorder import Recorder
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_cpu"
 RECORD = runpy.run_path(str(EXAMPLE / "record.py"))
-TASKS = runpy.run_path(str(EXAMPLE / "tasks.py"))
-Run, RunError, Settings = RECORD["Run"], RECORD["RunError"], TASKS["Settings"]
+CALCULATOR = runpy.run_path(str(EXAMPLE / "calculator.py"))
+Run, RunError = RECORD["Run"], RECORD["RunError"]
 STEP = {"version": 1, "metrics": {"reward": 0.5}}
 
 
@@ -117,10 +117,15 @@ def test_a_run_of_nothing_is_refused(option, least):
 
 
 def test_tasks_are_the_same_each_time_and_not_held_out():
-    settings = Settings("model", seed=3)
-    first, again = (list(itertools.islice(TASKS["training_tasks"](settings), 200)) for _ in range(2))
-    assert [(one.number, one.expression) for one in first] == [(one.number, one.expression) for one in again]
-    held_out = {task.expression for task in TASKS["held_out_tasks"](settings)}
-    assert not held_out.intersection(task.expression for task in first)
-    operations = {len(task.expression.split()) // 2 for task in first}
+    settings = SimpleNamespace(seed=3, held_out=48, is_fast=False)
+    first, again = (list(itertools.islice(CALCULATOR["training"](settings), 200)) for _ in range(2))
+    assert first == again and len({task.task_context.id for task in first}) == 200
+    assert not {task.message for task in CALCULATOR["held_out"](settings)} & {task.message for task in first}
+    operations = {len(task.message.split()) // 2 - 1 for task in first}
     assert operations == {1, 2, 3}
+
+
+def test_a_task_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):
+    command = [sys.executable, EXAMPLE, "--task", "no_such_task", "--output", tmp_path / "run"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and "--task no_such_task: No module named 'no_such_task'" in ended.stderr

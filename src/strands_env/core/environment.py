@@ -315,8 +315,8 @@ class Environment(Identified):
     One call of [`step`][strands_env.core.Environment.step] runs one episode. It calls `reset` first and `cleanup` last,
     however the episode ends. Each step records its own trajectory, even if all steps share one model.
 
-    Subclasses override `get_tools`, `get_hooks`, `reset`, `cleanup` and `compute_metrics`. Each may be async. Sync
-    versions of the last three run in their own thread and may block, as may a sync reward function.
+    Subclasses override `get_tools`, `get_hooks`, `next_user_message`, `reset`, `cleanup` and `compute_metrics`. Each
+    may be async. Sync versions of the last four run in their own thread and may block, as may a sync reward function.
 
     One environment can run several steps at once if the state that a subclass keeps on `self` allows it. Otherwise
     create one environment per step. Long episodes run several turns at a time, because Strands' loop recurses; they are
@@ -471,6 +471,18 @@ class Environment(Identified):
         """
         return None
 
+    async def next_user_message(self, action: Action, messages: Sequence[Message]) -> str | None:
+        """Return what the user says after the agent has ended its turn; None, the default, ends the episode.
+
+        The text becomes part of the agent's prompt, which is not trained. Calls of a model in here are not recorded in
+        the episode's trajectory.
+
+        Args:
+            action: The task.
+            messages: The agent's messages, with `conversation_history`; the last one is its answer. Do not change them.
+        """
+        return None
+
     async def reset(self) -> None:
         """Prepare an episode. Called at the start of every step and of every retry."""
 
@@ -538,7 +550,7 @@ class Environment(Identified):
     async def _attempt(
         self, action: Action, conversation: Opening, supervisor: Supervisor, attempts: int
     ) -> StepResult:
-        episode = _Running(conversation, EpisodeHooks(self.budgets))
+        episode = _Running(action, conversation, EpisodeHooks(self.budgets))
         result: StepResult | None = None
         try:
             try:
@@ -546,7 +558,7 @@ class Environment(Identified):
             except BaseException as error:
                 end = _end_of(error, supervisor)
             result = await self._result(episode, end, supervisor)
-            with _new_trajectory(episode.model):  # for a judge that calls the same model
+            with new_trajectory(episode.model):  # for a judge that calls the same model
                 await _add_reward(self.reward_fn, action, result, supervisor, self.reward_timeout)
             result.observation.metrics["attempts"] = attempts
             if episode.trajectory is not None:
@@ -574,7 +586,7 @@ class Environment(Identified):
         if model is None:
             raise TypeError("the model factory returned None; Strands would use its default model")
         episode.model = model
-        with _new_trajectory(model) as episode.trajectory:
+        with new_trajectory(model) as episode.trajectory:
             tools = list(await maybe_await(self.get_tools()))
             hooks = [episode.hooks, *await maybe_await(self.get_hooks())]
             sandbox = await maybe_await(self.get_sandbox())
@@ -598,10 +610,10 @@ class Environment(Identified):
 
             # Tool providers connect while the agent is created, which may block.
             episode.agent = await run_in_thread(make_agent) if episode.has_providers else make_agent()
-            return await self._invoke(episode.agent, episode.conversation.prompt)
+            return await self._invoke(episode.action, episode.agent, episode.conversation.prompt)
 
-    async def _invoke(self, agent: Agent, prompt: Message) -> AgentResult:
-        """Invoke the agent, several turns at a time, until it ends or a budget is used up.
+    async def _invoke(self, action: Action, agent: Agent, prompt: Message) -> AgentResult:
+        """Invoke the agent, several turns at a time, until it and the user end, or a budget is used up.
 
         Nothing else in the package invokes it.
 
@@ -617,13 +629,16 @@ class Environment(Identified):
                 "turns": min(remaining.get("turns", TURNS_PER_INVOCATION), TURNS_PER_INVOCATION),
             }
             result = await agent.invoke_async(messages, invocation_state=state, limits=limits)
-            if result.stop_reason != "limit_turns":
+            messages = None
+            if result.stop_reason == "end_turn":
+                with new_trajectory(agent.model):  # for a user that is the same model
+                    messages = await invoke(self.next_user_message, action, agent.messages)
+            if messages is None and result.stop_reason != "limit_turns":
                 return result
             remaining = self.budgets.remaining(agent)
             for name, value in remaining.items():
                 if value < 1:
                     return replace(result, stop_reason=cast(Any, f"limit_{name}"))
-            messages = None
 
     async def _result(self, episode: _Running, end: Any, supervisor: Supervisor) -> StepResult:
         """Build the result of an episode, without its reward."""
@@ -675,6 +690,7 @@ class Environment(Identified):
 class _Running:
     """State of a running episode."""
 
+    action: Action
     conversation: Opening
     hooks: EpisodeHooks
     began: float = field(default_factory=time.monotonic)
@@ -711,7 +727,7 @@ def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
     return copy.deepcopy(value, memo)
 
 
-def _new_trajectory(model: Any) -> AbstractContextManager[Trajectory | None]:
+def new_trajectory(model: Any) -> AbstractContextManager[Trajectory | None]:
     """Record the model's calls inside the context in a new trajectory, if it is a model that records."""
     return model.episode() if isinstance(model, SGLangModel) else nullcontext()
 

@@ -6,6 +6,7 @@ from .calculator import ArithmeticExpressionError, CalculatorEnvironment, calcul
 from .mcp import MCPEnvironment
 from .mcp_servers import MCPServersEnvironment
 from .python import PythonEnvironment, python_tool
+from .reasoning_gym import ReasoningGymEnvironment, ReasoningGymReward, reasoning_gym_tasks
 from .world import SandboxedEnvironment, WorldEnvironment, WorldSandbox
 
 __all__ = [
@@ -16,10 +17,13 @@ __all__ = [
     "MCPEnvironment",
     "MCPServersEnvironment",
     "PythonEnvironment",
+    "ReasoningGymEnvironment",
+    "ReasoningGymReward",
     "SandboxedEnvironment",
     "WorldEnvironment",
     "WorldSandbox",
     "calculator",
     "evaluate",
     "python_tool",
+    "reasoning_gym_tasks",
 ]

@@ -2,6 +2,7 @@
 
 from ..core.types import RewardError
 from .combining import AllOf, WeightedSum
+from .evaluators import EvaluatorReward
 from .jobs.finding import last_boxed
 from .jobs.reading import value_key
 from .judging import JudgeReward
@@ -11,6 +12,7 @@ from .workers import WorkerLimits
 
 __all__ = [
     "AllOf",
+    "EvaluatorReward",
     "ExactMatchReward",
     "JudgeReward",
     "MathReward",

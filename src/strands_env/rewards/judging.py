@@ -7,14 +7,12 @@ import hashlib
 import logging
 import random
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from strands.models.model import Model
 
-from strands_sglang import SGLangModel
-
+from ..core.environment import new_trajectory
 from ..core.supervision import maybe_await
 from ..core.types import Action, RewardError, RewardFunction, RewardResult, StepResult
 from .answers import question_of
@@ -162,7 +160,7 @@ class JudgeReward(RewardFunction):
                 break
             except Exception as error:
                 logger.warning("attempt=<%d>, error=<%s> | the judge gave no score", attempt, error)
-                is_unreachable = is_unreachable and _is_infrastructure(error)
+                is_unreachable = is_unreachable and is_infrastructure(error)
                 if attempt == self.max_attempts:
                     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                     raise RewardError(
@@ -178,8 +176,7 @@ class JudgeReward(RewardFunction):
     async def _ask(self, prompt: str) -> Any:
         model = self.model if isinstance(self.model, Model) else await maybe_await(self.model())
         judgment: BaseModel | None = None
-        # A model that records uses a new trajectory for this call, which is dropped.
-        with model.episode() if isinstance(model, SGLangModel) else nullcontext():
+        with new_trajectory(model):  # it is dropped
             async for event in model.structured_output(
                 self._judgment, [{"role": "user", "content": [{"text": prompt}]}], system_prompt=self.system_prompt
             ):
@@ -191,7 +188,7 @@ class JudgeReward(RewardFunction):
         return self._judgment.model_validate(judgment.model_dump(warnings=False))
 
 
-def _is_infrastructure(error: BaseException) -> bool:
+def is_infrastructure(error: BaseException) -> bool:
     """Whether a call failed for a reason that its prompt cannot cause."""
     seen: list[BaseException] = []
     cause: BaseException | None = error

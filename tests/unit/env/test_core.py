@@ -101,6 +101,30 @@ async def test_step_returns_messages_tokens_reward_and_outcome(chatml_tokenizer)
     assert [turn.status.value for turn in observation.trajectory.turns] == ["committed", "final"]
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_what_a_user_says_after_the_agents_turn_is_not_trained(chatml_tokenizer, is_async):
+    class Talk(CalculatorEnv):
+        def next_user_message(self, action, messages):
+            assert action is ASK and messages[-1]["role"] == "assistant"
+            return "And again?" if len(messages) == 4 else None
+
+        if is_async:
+            _answer = next_user_message
+
+            async def next_user_message(self, action, messages):
+                return self._answer(action, messages)
+
+    server = ScriptedSGLang(chatml_tokenizer, [CALL, ANSWER, "It is still 425."])
+    result = await Talk(sglang_model_factory(tokenizer=chatml_tokenizer, client=server.client())).step(ASK)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+    assert result.observation.final_response == "It is still 425."
+    assert result.observation.metrics["model_calls"] == 3 and result.observation.metrics["sequences"] == 1
+    tokens = result.observation.tokens
+    sampled = [token for response in server.responses for token in response.body["output_ids"]]
+    assert [token for token, mask in zip(tokens.token_ids, tokens.loss_mask, strict=True) if mask] == sampled
+    assert chatml_tokenizer.decode(tokens.token_ids).count("And again?") == 1
+
+
 @pytest.mark.parametrize("said", ["Let me see.", ""])
 @pytest.mark.parametrize("whole", [False, True])
 async def test_final_response_is_what_the_model_wrote_before_a_cut_call(chatml_tokenizer, said, whole):

@@ -25,10 +25,12 @@ from strands_env.environments import (
     CalculatorEnvironment,
     MCPEnvironment,
     PythonEnvironment,
+    ReasoningGymEnvironment,
     WorldEnvironment,
     calculator,
     evaluate,
     mcp as mcp_environment,
+    reasoning_gym_tasks,
 )
 from strands_env.environments.calculator import as_text
 from strands_env.rewards import ExactMatchReward, MathReward
@@ -502,12 +504,21 @@ def test_missing_package_is_an_error_with_install_command(monkeypatch, factory):
         AgentCoreCodeEnvironment(factory())
 
 
+def test_reasoning_gym_is_an_extra(monkeypatch, factory):
+    """tests/trainers/packages has the tests with the package."""
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    for make in (lambda: ReasoningGymEnvironment(factory()), lambda: reasoning_gym_tasks("leg_counting")):
+        with pytest.raises(ImportError, match=r"pip install -e .*\[reasoning-gym\]"):
+            make()
+
+
 def test_importing_environments_imports_no_optional_package():
     import subprocess
 
     code = (
         "import sys, strands_env.environments, strands_env.rewards\n"
-        "print([name for name in ('bedrock_agentcore', 'math_verify', 'sympy', 'torch') if name in sys.modules])"
+        "names = ('bedrock_agentcore', 'math_verify', 'reasoning_gym', 'strands_evals', 'sympy', 'torch')\n"
+        "print([name for name in names if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
