@@ -124,6 +124,7 @@ class HarborEnvironment(SandboxedEnvironment):
         self._trial = _Trial(self._task, self.environment, self._trials)
         self.sandbox = HarborSandbox(await self._trial.environment())
 
+    @override
     async def next_user_message(self, action: Action, messages: Sequence[Message]) -> str | None:
         """Return the instruction of the next step, once the last one is graded."""
         assert self._trial is not None

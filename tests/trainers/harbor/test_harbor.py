@@ -220,7 +220,7 @@ def task(name):
     return action
 
 
-@pytest.mark.parametrize("name", ["file", "server", "no-network", "separate-verifier", "health"])
+@pytest.mark.parametrize("name", ["file", "server", "no-network", "separate-verifier", "health", "steps"])
 async def test_an_episode_has_the_reward_of_harbors_verifier(environment, name, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     result = await environment().step(task(name))
