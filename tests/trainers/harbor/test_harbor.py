@@ -11,11 +11,12 @@ from harbor.utils.trajectory_validator import TrajectoryValidator
 
 from strands_env.core import Action
 from strands_env.core.models import sglang_model_factory
-from strands_env.harbor import HarborEnvironment, harbor_tasks
+from strands_env.harbor import HarborEnvironment, harbor_tasks, rollout_details
 from strands_sglang import TerminationReason, Trajectory
 from strands_sglang.credit import Episode, training_rows
 from strands_sglang.testing import ScriptedFault, ScriptedSGLang
 from strands_sglang.trainers.atif import from_atif
+from support import written_episodes as written
 from support.agents import build_chatml_tokenizer, call
 from support.oci import make_root
 
@@ -169,6 +170,24 @@ def test_a_trial_has_the_tokens_that_were_sampled(agents_trials):
         assert detail["extra"]["weight_versions"] == [[["7", 0, len(turn.output_ids)]] for turn in turns]
         recorded += len(turns)
     assert recorded > 20
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_details_have_each_sequence_of_summaries_forks_and_subagents(number):
+    episodes = [one for group in written.groups_of_jars() for one in group.episodes]
+    trajectory = episodes[number].trajectory
+    branches = trajectory.branches()
+    details = rollout_details(trajectory)
+    assert len(details) == len(branches)
+    main = trajectory.main_leaf()
+    leaves = sorted((leaf for leaf, _ in branches), key=lambda leaf: leaf is not main)
+    for detail, leaf in zip(details, leaves, strict=True):
+        assert detail["extra"]["turn"] == [turn.index for turn in leaf.path() if turn.is_answered]
+        for at, turn in enumerate(turn for turn in leaf.path() if turn.is_answered):
+            assert detail["prompt_token_ids"][at] + detail["completion_token_ids"][at] == turn.token_ids()
+            assert len(detail["logprobs"][at]) == len(turn.output_ids)
+    trained = sum(sum(map(sum, detail["extra"]["loss_mask"])) for detail in details)
+    assert trained == sum(sum(tokens.loss_mask) for _, tokens in branches)
 
 
 def test_a_timeout_keeps_what_was_sampled(agents_trials):
