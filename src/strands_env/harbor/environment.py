@@ -23,6 +23,7 @@ from strands.types.content import Message
 from typing_extensions import override
 
 from ..core import Action, ModelFactory, RewardError, RewardFunction, RewardResult, StepResult, TaskContext
+from ..core.supervision import queued
 from ..environments.backends import BackendError
 from ..environments.world import SandboxedEnvironment
 from .agent import HarborSandbox, forget_rewards
@@ -100,6 +101,14 @@ class HarborEnvironment(SandboxedEnvironment):
         self._trials = trials
         self._timeout = self.episode_timeout
         self._trial: _Trial | None = None
+        self._is_running = False
+
+    @override
+    def identity(self) -> dict[str, Any]:
+        """Describe what results depend on: not the folder of the trials' files."""
+        identity = super().identity()
+        identity["arguments"].pop("trials", None)
+        return identity
 
     @override
     async def step(self, action: Action) -> StepResult:
@@ -112,17 +121,24 @@ class HarborEnvironment(SandboxedEnvironment):
         path = getattr(action.task_context, "harbor_task", None)
         if path is None:
             raise ValueError("the action is not a task of Harbor: take those of harbor_tasks(FOLDER)")
-        if self._trial is not None:
+        if self._is_running:
             raise RuntimeError("an episode runs: create one HarborEnvironment per episode")
         self._task = Task(Path(path))
-        self.episode_timeout = self._timeout or self._task.config.agent.timeout_sec
-        return await super().step(action)
+        config = self._task.config
+        seconds = [each.agent.timeout_sec for each in config.steps or (config,)]
+        self.episode_timeout = self._timeout or (None if None in seconds else sum(seconds))
+        self._is_running = True
+        try:
+            return await super().step(action)
+        finally:
+            self._is_running = False
 
     @override
     async def reset(self) -> None:
         """Start a trial, and wait until it hands its environment to the agent."""
         self._trial = _Trial(self._task, self.environment, self._trials)
-        self.sandbox = HarborSandbox(await self._trial.environment())
+        with queued():  # the task's time begins with its agent
+            self.sandbox = HarborSandbox(await self._trial.environment())
 
     @override
     async def next_user_message(self, action: Action, messages: Sequence[Message]) -> str | None:

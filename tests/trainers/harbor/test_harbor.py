@@ -1,5 +1,6 @@
 """Harbor's real trials, verifiers and command, with agents of ours in worlds of ours."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -263,6 +264,38 @@ async def test_a_verifier_that_fails_gives_no_reward(environment, name):
     result = await environment().step(task(name))
     assert result.termination_reason is TerminationReason.TASK_COMPLETE and result.reward is None
     assert AGENT[name] in result.reward_error and not result.reward_error_is_infrastructure
+
+
+async def test_the_time_of_a_task_begins_with_its_agent(environment):
+    result = await environment(episode_timeout=0.001).step(task("unhealthy"))  # which takes longer
+    assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
+    result = await environment().step(task("slow-agent"))
+    assert (result.termination_reason, result.reward) == (TerminationReason.TIMEOUT, None)
+    assert len(result.observation.trajectory.turns) == 2
+
+
+async def test_an_environment_runs_one_episode_at_a_time(environment):
+    one = environment()
+    first = asyncio.create_task(one.step(task("file")))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="an episode runs"):
+        await one.step(task("file"))
+    assert (await first).reward.reward == 1.0
+    assert (await one.step(task("file"))).reward.reward == 1.0
+    assert one.identity() == environment(trials="other").identity()
+
+
+async def test_a_cancelled_episode_leaves_nothing(environment, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    one = environment()
+    running = asyncio.create_task(one.step(task("slow-agent")))
+    while one.sandbox is None:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not list(tmp_path.glob("trials-*"))
+    assert one.last_result.termination_reason is TerminationReason.CANCELLED
 
 
 async def test_a_server_that_fails_leaves_nothing_behind(environment, monkeypatch, tmp_path):
