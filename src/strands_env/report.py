@@ -106,7 +106,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
         notes=[
             f"{len(run.prompts)} prompts x {n} samples: {counts}.",
             *(f"{what.capitalize()}: {told}." for what, told in failure_causes(samples)),
-            *(["Samples that were not run or were dropped are in no metric."] if missing else []),
+            *(["Samples that were not run or were dropped are in no metric and no state."] if missing else []),
             "In the table of tasks, reward, sampled tokens and seconds are means over a task's samples.",
             *episodes.notes,
         ],
@@ -124,7 +124,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
         ],
         metrics={name: _curve(name.split("@")[0], metrics) for name in values},
         columns=["Value"],
-        facts=["Reward", "Tokens", "Seconds"],
+        facts=["Dropped", "Reward", "Tokens", "Seconds"],
         evaluations=["Samples"],
         states=["always solved", "sometimes solved", "never solved", "not scored"],
         tasks=[
@@ -135,6 +135,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
                 state=_state(scored.get(prompt, [])),
                 values={name: [_finite(of.get(prompt))] for name, of in values.items()},
                 facts=[
+                    sum(not sample.is_finished for sample in row) or None,
                     _mean([score.reward for score in scored.get(prompt, [])]),
                     _mean(_measured(row, "sampled_tokens")),
                     _mean(_measured(row, "seconds")),
