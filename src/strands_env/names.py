@@ -54,6 +54,7 @@ ENVIRONMENTS = Kind(
     {
         "calculator": "strands_env.environments.CalculatorEnvironment",
         "python": "strands_env.environments.PythonEnvironment",
+        "world": "strands_env.environments.WorldEnvironment",
         "agentcore": "strands_env.environments.AgentCoreCodeEnvironment",
         "mcp": "strands_env.environments.MCPServersEnvironment",
     },
@@ -195,8 +196,15 @@ def _no_sandbox() -> str | None:
     return None
 
 
+def _no_world() -> str | None:
+    from .sandbox import available_modes
+
+    return available_modes()["namespaces"]
+
+
 _NEEDS: dict[str, Callable[[], str | None]] = {
     "python": _no_sandbox,
+    "world": _no_world,
     "agentcore": needs("bedrock_agentcore", "agentcore"),
     "math": needs("math_verify", "env"),
 }
