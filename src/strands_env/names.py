@@ -54,9 +54,9 @@ ENVIRONMENTS = Kind(
     {
         "calculator": "strands_env.environments.CalculatorEnvironment",
         "python": "strands_env.environments.PythonEnvironment",
+        "world": "strands_env.environments.WorldEnvironment",
         "agentcore": "strands_env.environments.AgentCoreCodeEnvironment",
         "mcp": "strands_env.environments.MCPServersEnvironment",
-        "world": "strands_env.environments.WorldEnvironment",
         "harbor": "strands_env.harbor.HarborEnvironment",
         "reasoning-gym": "strands_env.environments.ReasoningGymEnvironment",
     },
@@ -211,8 +211,15 @@ def _no_harbor() -> str | None:
     return None
 
 
+def _no_world() -> str | None:
+    from .sandbox import available_modes
+
+    return available_modes()["namespaces"]
+
+
 _NEEDS: dict[str, Callable[[], str | None]] = {
     "python": _no_sandbox,
+    "world": _no_world,
     "agentcore": needs("bedrock_agentcore", "agentcore"),
     "harbor": _no_harbor,
     "math": needs("math_verify", "env"),

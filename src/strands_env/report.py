@@ -6,7 +6,6 @@ so the samples of a task open as every recorded episode does.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import shlex
@@ -31,7 +30,7 @@ from .eval.checkpoint import (
     read_results,
     read_status,
     results_file,
-    side_file,
+    time_span,
 )
 from .eval.metrics import (
     SAMPLE_COUNTS,
@@ -106,7 +105,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
         notes=[
             f"{len(run.prompts)} prompts x {n} samples: {counts}.",
             *(f"{what.capitalize()}: {told}." for what, told in failure_causes(samples)),
-            *(["Samples that were not run or were dropped are in no metric."] if missing else []),
+            *(["Samples that were not run or were dropped are in no metric and no state."] if missing else []),
             "In the table of tasks, reward, sampled tokens and seconds are means over a task's samples.",
             *episodes.notes,
         ],
@@ -124,7 +123,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
         ],
         metrics={name: _curve(name.split("@")[0], metrics) for name in values},
         columns=["Value"],
-        facts=["Reward", "Tokens", "Seconds"],
+        facts=["Dropped", "Reward", "Tokens", "Seconds"],
         evaluations=["Samples"],
         states=["always solved", "sometimes solved", "never solved", "not scored"],
         tasks=[
@@ -135,6 +134,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
                 state=_state(scored.get(prompt, [])),
                 values={name: [_finite(of.get(prompt))] for name, of in values.items()},
                 facts=[
+                    sum(not sample.is_finished for sample in row) or None,
                     _mean([score.reward for score in scored.get(prompt, [])]),
                     _mean(_measured(row, "sampled_tokens")),
                     _mean(_measured(row, "seconds")),
@@ -320,14 +320,11 @@ def _about(path: str | Path, run: Run, samples: Sequence[EvalSample]) -> list[tu
     """What was evaluated, how and when, as far as the files tell."""
     config = run.config
     sampling = config.get("sampling_params")
-    ends = [(one.ended_at - one.seconds, one.ended_at) for one in samples if one.ended_at is not None]
     when = ""
-    if ends:
+    if (span := time_span(path, samples)) is not None:
         took = "took" if sum(one.is_finished for one in samples) == len(run.sample_keys) else "so far"
-        began, ended = min(start for start, _ in ends), max(end for _, end in ends)
-        with contextlib.suppress(OSError):  # it is there while the evaluation runs, or if it was killed
-            ended = max(ended, side_file(results_file(path), ".status.json").stat().st_mtime)
-        when = f"{datetime.fromtimestamp(began, timezone.utc):%Y-%m-%d %H:%M} UTC, {took} {ended - began:,.1f} s"
+        began = f"{datetime.fromtimestamp(span[0], timezone.utc):%Y-%m-%d %H:%M} UTC"
+        when = f"{began}, {took} {span[1] - span[0]:,.1f} s"
     facts = {
         "Model": _model(run),
         "Weights": config.get("served_weight_version"),

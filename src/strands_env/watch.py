@@ -30,7 +30,7 @@ from strands_sglang.credit import RowsFileError, TrainingRows
 from strands_sglang.shown import visible
 from strands_sglang.terminal import wrapped
 
-from .eval.checkpoint import CheckpointError, EvalSample, ResultsReader, read_status, results_file, side_file
+from .eval.checkpoint import CheckpointError, EvalSample, ResultsReader, read_status, results_file, side_file, time_span
 from .eval.metrics import (
     end_lines,
     headline,
@@ -208,7 +208,7 @@ class EvaluationView:
             counts = counts[counts.index("") + 1 :]  # what runs comes first: a small screen has no room for the table
             head, *rows = metric_rows(metrics)
             rows = [row for row in rows if row[0] == "pass@1" or row[3] == str(len(results))]
-            rows.sort(key=lambda row: row[0] not in ("pass@1", f"pass@{run.n_samples_per_prompt}"))
+            rows.sort(key=lambda row: row[0] not in ("pass@1", f"avg@{run.n_samples_per_prompt}"))
             lines = [*counts, *end_lines(results), "", *table_lines([head, *rows]), ""]
             lines += wrapped(f"slowest: {', '.join(told)}") if told else []
             score = headline(metrics)
@@ -216,6 +216,9 @@ class EvaluationView:
                 score = f"so far {score}"
             self._shown = ((self._reader.state, running), lines, score)
         title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
+        if (span := time_span(self._reader.path, samples)) is not None:
+            took = duration(span[1] - span[0])
+            title += f", {took} so far" if finished < total else f", took {took}"
         # How long an outage lasts is unknown; and before each slot has ended once, the slow episodes are not seen.
         missing = 0 if alarms or len(samples) < (running or 0) else total - finished
         lines = [*pace_lines(samples, missing, now), *failure_lines(samples, now), *self._shown[1]]
@@ -307,7 +310,9 @@ class TrainingView:
                 lines.append(f"{name:<15}{bars}  {told}"[: terminal.width()])
         lines += self._outcomes()
         is_over = total is not None and len(steps) >= total
-        return View(f"{self._folder.name}: training", len(steps), total, lines, is_over=is_over)
+        took = sum(step["seconds"] for step in steps if step.get("seconds", 0) > 0)
+        title = f"{self._folder.name}: training" + (f" for {duration(took)}" if took else "")
+        return View(title, len(steps), total, lines, is_over=is_over)
 
     def _total(self) -> int | None:
         try:

@@ -313,6 +313,8 @@ def serve(arguments: argparse.Namespace) -> int:
         ) as server:
             tell(f"model and tokenizer: {model}")
             command = ["strands-sglang", "check", str(model), "--server", server.base_url]
+            if arguments.model is None:  # its own template has no place for tools
+                command += ["--chat-template", str(local.CHATML_TOOLS_TEMPLATE)]
             tell(f"press Ctrl-C to stop it; try it: {shlex.join(command)}")
             unread = say(server.base_url)
             if unread:

@@ -737,6 +737,7 @@ def test_an_evaluated_episode_opens_at_its_final_answer(reports, open_page):
 
 def test_tasks_are_sorted_filtered_and_opened(reports, open_page):
     page = open_page(reports[0] / "report.html")
+    assert "Dropped" not in page.locator(".report .head").inner_text()  # there are none
     for name, sign in (("pass@1", 1), ("Tokens", 1), ("Tokens", -1)):
         page.locator(".head button", has_text=name).click()
         shown = [float(text) for text in column(page, name)]

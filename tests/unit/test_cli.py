@@ -4,12 +4,15 @@ import json
 import os
 import platform
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +25,11 @@ from strands_sglang.terminal import COMMANDS
 from strands_sglang.testing import ScriptedSGLang
 from support.fake_sglang import write_interpreter, write_model
 from support.processes import has_ended
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+)
+"""A template without tools."""
 
 # === cli ===
 
@@ -88,6 +96,23 @@ def test_serve_shows_the_log_of_a_server_that_does_not_start(installed, monkeypa
     out, error = capsys.readouterr()
     assert out == ""
     assert "out of memory" in error
+
+
+def test_the_check_that_serve_suggests_succeeds_with_a_model_whose_template_has_no_tools(
+    folder, chatml_tokenizer, monkeypatch, capsys
+):
+    settings = Path(folder, "tokenizer_config.json")
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": PLAIN_TEMPLATE}))
+    Path(folder, "chat_template.jinja").unlink(missing_ok=True)
+    with ScriptedSGLang(chatml_tokenizer, ["Hello.", "Hello again."]).serve() as base_url:
+        served = SimpleNamespace(base_url=base_url, wait=lambda: 0, log_path="its log")
+        monkeypatch.setattr("strands_sglang.local.ensure_sglang", lambda tell: Path("python"))
+        monkeypatch.setattr("strands_sglang.local.ensure_smollm2", lambda python, tell: Path(folder))
+        monkeypatch.setattr("strands_sglang.local.start_server", lambda *_, **__: nullcontext(served))
+        assert cli.main(["serve"]) == 1  # it ends by itself
+        command = shlex.split(re.search("try it: (.*)", capsys.readouterr().err)[1])
+        assert cli.main(command[1:]) == 0
+        assert cli.main(["check", folder]) == 1
 
 
 def test_serve_refuses_a_folder_without_a_model_with_code_2(tmp_path, capsys):
@@ -212,10 +237,7 @@ def folder(chatml_tokenizer, tmp_path):
 
 
 async def test_a_template_without_tools_is_reported(chatml_tokenizer):
-    template = (
-        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    )
-    report = await check_model(chatml_tokenizer, "a-model", chat_template=template)
+    report = await check_model(chatml_tokenizer, "a-model", chat_template=PLAIN_TEMPLATE)
     assert not report.shows_tools and not report.is_proven
     assert "NOT SHOWN" in "\n".join(report_lines(report))
 

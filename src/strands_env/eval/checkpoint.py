@@ -498,6 +498,25 @@ def read_status(path: str | os.PathLike[str]) -> Status | None:
         return None
 
 
+def time_span(path: str | os.PathLike[str], samples: Sequence[EvalSample]) -> tuple[float, float] | None:
+    """Return when an evaluation began and last changed, in seconds since 1970; None if its samples do not say it.
+
+    Args:
+        path: Results file, or its folder.
+        samples: The samples that have ended.
+    """
+    file = results_file(path)
+    times = [(one.ended_at - one.seconds, one.ended_at) for one in samples if one.ended_at is not None]
+    if not samples:
+        times.append((side_file(file, ".run.json").stat().st_mtime,) * 2)
+    if not times:
+        return None
+    began, last = min(start for start, _ in times), max(end for _, end in times)
+    with contextlib.suppress(OSError):  # it is there while the evaluation runs, or if it was killed
+        last = max(last, side_file(file, ".status.json").stat().st_mtime)
+    return began, last
+
+
 def results_file(path: str | os.PathLike[str]) -> Path:
     """Return the results file of a path, which is a file or a folder.
 

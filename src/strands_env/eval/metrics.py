@@ -118,6 +118,8 @@ def standard_metrics(
     - `pass@4_prompts` and `pass@4_dropped_prompts`: how many prompts it uses, and how many have too few samples for it.
     - `pass@4_if_dropped_failed`: its value if every dropped sample had failed with reward 0; only if samples were
       dropped. If it is far from the value, the value says little.
+    - `pass@4_if_dropped_failed_prompts`: how many prompts that uses: also those with enough samples only if the dropped
+      ones count.
 
     In 20,000 simulated evaluations per setting (5 to 500 prompts, 1 or 8 samples, success rates of 0.5 to 0.99, equal
     or different prompts), the interval contains the true value in at least 90% of them. It assumes rewards between 0
@@ -175,6 +177,7 @@ def standard_metrics(
             metrics.update({key: end for key, end in ends.items() if end is not None})
         if len(worst):
             metrics[f"{name}_if_dropped_failed"] = float(np.mean(worst))
+            metrics[f"{name}_if_dropped_failed_prompts"] = float(len(worst))
 
     for k in sorted(set(ks)) if ks is not None else sample_sizes(n):
         add(f"pass@{k}", *(_by_prompt(pass_at_k, rows, k) for rows in (successes, worst_successes)))
@@ -632,7 +635,7 @@ def metric_names(metrics: Mapping[str, float]) -> list[str]:
     return [
         name.removesuffix("_prompts")
         for name in metrics
-        if name.endswith("_prompts") and not name.endswith("_dropped_prompts")
+        if name.endswith("_prompts") and not name.endswith(("_dropped_prompts", "_failed_prompts"))
     ]
 
 
@@ -646,13 +649,15 @@ def metric_rows(metrics: Mapping[str, float]) -> list[list[str]]:
     for name in metric_names(metrics):
         value, low, high = (metrics.get(f"{name}{ending}") for ending in ("", "_low", "_high"))
         worst = metrics.get(f"{name}_if_dropped_failed")
+        used = metrics.get(f"{name}_if_dropped_failed_prompts")
+        others = "" if used in (None, metrics[f"{name}_prompts"]) else f", {used:.0f} prompts"
         rows.append(
             [
                 name,
                 "-" if value is None else f"{value:.3f}",
                 interval_text(low, high),
                 f"{metrics[f'{name}_prompts']:.0f}",
-                "-" if worst is None else f"{worst:.3f}",
+                "-" if worst is None else f"{worst:.3f}{others}",
             ]
         )
     return rows if any(row[-1] != "-" for row in rows[1:]) else [row[:-1] for row in rows]
@@ -666,7 +671,7 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
     """
     names = metric_names(metrics)
     counts = {"prompts": "prompts", **SAMPLE_COUNTS}
-    ends = ("", "_low", "_high", "_prompts", "_dropped_prompts", "_if_dropped_failed")
+    ends = ("", "_low", "_high", "_prompts", "_dropped_prompts", "_if_dropped_failed", "_if_dropped_failed_prompts")
     of_names = {f"{name}{end}" for name, end in product(names, ends)}
     others = [f"{name}: {value:g}" for name, value in metrics.items() if name not in of_names and name not in counts]
     counted = [f"{metrics[name]:.0f} {word}" for name, word in counts.items() if name in metrics]

@@ -524,7 +524,7 @@ def test_names_are_listed_with_what_keeps_them_from_running(monkeypatch, capsys)
     monkeypatch.setitem(sys.modules, "math_verify", None)
     assert run(["list"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in ("aime-2024", "gsm8k", "calculator", "math", "bedrock"))
+    assert all(name in out for name in ("aime-2024", "gsm8k", "calculator", "world", "math", "bedrock"))
     reasons = dict(re.findall(r"^(\S+).*\n    cannot run: (.*)", out, re.MULTILINE))
     assert reasons["agentcore"].startswith("bedrock_agentcore is not installed: pip install")
     assert reasons["math"].startswith("math_verify is not installed") and "calculator" not in reasons

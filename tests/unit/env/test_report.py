@@ -65,7 +65,7 @@ def test_a_metric_is_the_mean_of_its_values_by_prompt(data):
     }
     metrics = standard_metrics(results, n_samples_per_prompt=n)
     values = prompt_values(results, n_samples_per_prompt=n, success_threshold=1.0)
-    names = [name for name in metrics if f"{name}_prompts" in metrics]
+    names = [name for name in metrics if f"{name}_dropped_prompts" in metrics]
     assert set(names) == set(values)
     for name, of in values.items():
         assert metrics[name] == pytest.approx(np.mean(list(of.values())))
@@ -103,6 +103,26 @@ def test_a_task_is_named_by_how_often_it_is_solved(tmp_path):
     evaluated(tmp_path / "a", played, count=3, n_samples=2, max_concurrency=1)
     states = [task["state"] for task in report_of(tmp_path / "a")["report"]["tasks"]]
     assert states == ["always solved", "never solved", "sometimes solved"]
+
+
+def test_a_task_with_dropped_samples_says_how_many(tmp_path):
+    lost = step_result(None, reason="infrastructure_error")
+    played = [step_result(1.0), lost, lost, *[step_result(1.0)] * 3]
+    evaluated(tmp_path / "a", played, count=2, n_samples=3, max_concurrency=1)
+    report = report_of(tmp_path / "a")["report"]
+    dropped = [task["facts"][report["facts"].index("Dropped")] for task in report["tasks"]]
+    assert ([task["state"] for task in report["tasks"]], dropped) == (["always solved"] * 2, [2, None])
+    assert any("in no metric and no state" in note for note in report["notes"])
+
+
+def test_a_value_if_dropped_samples_failed_names_its_prompts_where_they_are_others(tmp_path):
+    lost = step_result(None, reason="infrastructure_error")
+    evaluated(tmp_path, [*[step_result(1.0)] * 3, lost, lost, lost], count=3, n_samples=2, max_concurrency=1)
+    rows = {row[0]: row[3:] for row in report_of(tmp_path)["report"]["tables"][0]["rows"]}
+    assert rows["pass@1"] == ["2", "0.500, 3 prompts"] and rows["pass@2"] == ["1", "0.667, 3 prompts"]
+    evaluated(tmp_path / "b", [step_result(1.0), lost], count=1, n_samples=2, max_concurrency=1)
+    [[*_, told], *_] = report_of(tmp_path / "b")["report"]["tables"][0]["rows"]
+    assert told == "0.500"
 
 
 def test_costs_are_those_of_the_tokens_that_servers_counted(chatml_tokenizer, tmp_path, capsys):
@@ -308,7 +328,7 @@ def test_values_that_are_no_numbers_are_left_out(tmp_path):
     (tmp_path / "results.jsonl").write_text(text)
     report = report_of(tmp_path)["report"]
     assert "Sampled tokens" not in {plot["title"] for plot in report["plots"]}
-    assert {task["facts"][1] for task in report["tasks"]} == {None}
+    assert {task["facts"][report["facts"].index("Tokens")] for task in report["tasks"]} == {None}
 
 
 def test_records_of_earlier_releases_have_a_page(tmp_path):

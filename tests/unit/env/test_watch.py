@@ -25,10 +25,11 @@ from strands_env.eval import CheckpointError, Evaluator, read_results
 from strands_env.eval.benchmarks import TaskError, load_tasks
 from strands_env.eval.checkpoint import ResultsReader, read_status
 from strands_env.eval.metrics import table_lines
-from strands_env.watch import EvaluationView, duration, open_run, pace_lines, read_steps, spark, step_table
+from strands_env.watch import EvaluationView, View, duration, open_run, pace_lines, read_steps, spark, step_table
 from strands_sglang import Outage
 from strands_sglang.credit import TrainingRows
 from strands_sglang.shown import visible
+from strands_sglang.terminal import wrapped
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from support.environments import StubEnvironment, sample, step_result, tasks
 
@@ -145,7 +146,7 @@ def test_dropped_samples_are_no_results():
     assert pace_lines(ended([40]) + dropped, 4, 100) == ["last result 1 min ago"]
 
 
-@pytest.mark.parametrize(("lost", "first"), [(1, ["pass@1"]), (0, ["pass@1", "pass@4", "pass@2"])])
+@pytest.mark.parametrize(("lost", "first"), [(1, ["pass@1"]), (0, ["pass@1", "avg@4", "pass@2", "pass^2"])])
 def test_the_view_leaves_out_the_metrics_of_some_prompts_only(lost, first, tmp_path):
     results = iter([step_result(1.0)] * (8 - 4 * lost) + [step_result(None, reason="infrastructure_error")] * 4 * lost)
     stub = StubEnvironment(lambda action: next(results))
@@ -260,6 +261,7 @@ def test_a_small_terminal_shows_what_runs_the_score_and_the_outage_first(written
     drawn = console.file.getvalue().split("\x1b[H")[-1].splitlines()
     assert len(drawn) == 20 and all(len(re.sub(r"\x1b\S*?[a-zA-Z]", "", line)) <= 60 for line in drawn)
     assert any("3 running" in line for line in drawn)
+    assert re.search(r"4 prompts x 20 samples, \d+ s so far$", drawn[0].rstrip().removesuffix("\x1b[0m"))
     assert drawn[1].startswith("so far pass@1 0.") and "attempt 7 of 61" in " ".join(" ".join(drawn[3:5]).split())
     table = next(at for at, line in enumerate(drawn) if line.startswith("metric "))
     assert drawn[table].split() == ["metric", "value", "95", "%", "interval", "prompts"]  # the last column has no room
@@ -272,6 +274,34 @@ def test_the_steps_of_a_training_run_fit_a_narrow_terminal(columns, tmp_path, mo
     folder = training(tmp_path, [(n, 0.1234567 * n, 60) for n in range(1, 30)])
     lines = open_run(folder)(time.time()).lines
     assert max(map(len, lines)) <= columns and any(line.startswith("reward  ") for line in lines)
+
+
+def test_the_title_has_the_time_that_a_run_takes(written, tmp_path):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    results = tmp_path / "results.jsonl"
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    (tmp_path / "results.failures.jsonl").unlink()
+    began = min(one["ended_at"] - one["seconds"] for one in records)
+    (tmp_path / "results.status.json").write_text('{"running": 3, "outages": []}')
+    os.utime(tmp_path / "results.status.json", (began + 3900,) * 2)
+    assert EvaluationView(tmp_path)(began).title == "evaluation: 4 prompts x 3 samples, 1 h 05 min so far"
+    older = [{**record, "ended_at": None} for record in records]
+    results.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in older))
+    assert EvaluationView(tmp_path)(began).title == "evaluation: 4 prompts x 3 samples"
+    results.write_text("")
+    os.utime(tmp_path / "results.run.json", (began + 60,) * 2)
+    assert EvaluationView(tmp_path)(began).title.endswith(", 1 h 04 min so far")
+    asyncio.run(Evaluator(StubEnvironment().factory, output_path=tmp_path / "whole").run(tasks(2)))
+    assert EvaluationView(tmp_path / "whole")(time.time()).title.endswith("samples, took 0 s")
+
+
+def test_an_alarm_is_shown_whole(monkeypatch):
+    monkeypatch.setattr("strands_sglang.terminal.width", lambda: 60)
+    told = f"http://{'a-long-name.' * 8}org:30000 has not answered for 40 s, retrying (attempt 7 of 61)"
+    console = Console(file=io.StringIO(), width=60, height=20)
+    console.print(View("run", 1, 12, [], alarms=wrapped(told)))
+    shown = console.file.getvalue().splitlines()
+    assert "".join("".join(shown).split()).endswith("".join(told.split())) and max(map(len, shown)) <= 60
 
 
 def test_an_evaluation_that_was_killed_is_not_said_to_run(written, tmp_path):
@@ -421,7 +451,7 @@ def test_a_training_run_is_shown_by_step(tmp_path):
     rows.save(folder / "steps" / "step-000003" / "rows.safetensors")
     view = open_run(folder)(os.path.getmtime(folder / "metrics.csv") + 5)
     text = "\n".join(view.lines)
-    assert (view.done, view.total, view.is_over) == (3, 6, False)
+    assert (view.done, view.total, view.is_over) == (3, 6, False) and view.title.endswith(": training for 3 min")
     assert "1 min a step, 3 min left, last step 5 s ago" in text and "slowest steps: 2 2 min, 1 1 min, 3 30 s" in text
     assert re.search(r"step +version +reward +staleness_mean +seconds +kl +a_long", text)
     assert re.search(r"3 +2 +nan +0\.5 +30 +nan", text) and "reward         ▁█   0.25 -> 0.5 (0.25 to 0.5)" in text

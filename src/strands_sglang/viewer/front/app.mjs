@@ -24,7 +24,7 @@ class App {
     this.index = index;
     this.store = store;
     this.vocabulary = vocabulary;
-    this.bodies = new Map();
+    this.bodies = [];
     this.main = document.getElementById("main");
     this.views = {};
     document.querySelector("h1").replaceChildren(h("span", {}, index.report?.name ?? index.title));
@@ -48,16 +48,13 @@ class App {
 
   /** The body of an episode with its columns decoded. */
   load(number) {
-    if (!this.bodies.has(number)) this.bodies.set(number, this.decode(this.index.episodes[number]));
-    return this.bodies.get(number);
+    return (this.bodies[number] ??= this.decode(this.index.episodes[number]));
   }
 
   async decode(episode) {
     const none = () => Object.fromEntries(Object.keys(episode.columns).map((name) => [name, new Uint8Array()]));
     const [body, columns] = await Promise.all([this.store.get(episode.body), episode.length ? this.store.all(episode.columns) : none()]);
-    body.columns = columns;
-    body.length = episode.length;
-    if (columns.trains) columns.mask = columns.trains.map((sequence) => (sequence ? 1 : 0));
+    Object.assign(body, { columns, length: episode.length, vocabulary: this.vocabulary });
     columns.turn = new Uint32Array(episode.length);
     for (const turn of body.turns) {
       columns.turn.fill(turn.number, turn.prompt[0], turn.sampled[1]);
@@ -72,10 +69,7 @@ class App {
       this.main.append(this.views[name].element);
     }
     for (const [other, view] of Object.entries(this.views)) view.element.hidden = other !== name;
-    for (const link of this.tabs) {
-      if (link.dataset.view === name) link.setAttribute("aria-current", "page");
-      else link.removeAttribute("aria-current");
-    }
+    for (const link of this.tabs) link.ariaCurrent = link.dataset.view === name ? "page" : null;
     this.name = name;
     return this.views[name];
   }
@@ -126,9 +120,9 @@ class App {
   }
 
   toggleTheme() {
-    const root = document.documentElement;
-    const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = dark ? "light" : "dark";
+    const { style } = document.documentElement;
+    const isDark = style.colorScheme ? style.colorScheme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    style.colorScheme = isDark ? "light" : "dark";
   }
 
   key(event) {

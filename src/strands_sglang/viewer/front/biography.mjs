@@ -1,6 +1,6 @@
 // Everything that is known of one token.
 
-import { count, h, number } from "./dom.mjs";
+import { count, number } from "./dom.mjs";
 import { marks } from "./tree.mjs";
 
 const WRITERS = {
@@ -13,13 +13,7 @@ const WRITERS = {
   history: "an earlier answer, given as prompt",
 };
 
-/**
- * The biography as pairs of name and value.
- *
- * @param {object} page the page's index
- * @param {object} episode its body, with `columns`
- * @param {{vocabulary: Vocabulary, sequence: number, position: number, place: number, turn: number}} token
- */
+/** The biography of the token at a position of a sequence, and a place of the columns, as pairs of name and text. */
 export function facts(page, episode, { vocabulary, sequence, position, place, turn: at }) {
   const c = episode.columns;
   const turn = episode.turns[at];
@@ -49,8 +43,8 @@ export function facts(page, episode, { vocabulary, sequence, position, place, tu
 /** Whether a token is trained, and if not, why not. */
 export function fate(page, episode, sequence, place) {
   const c = episode.columns;
-  const trains = c.trains ? c.trains[place] : 0;
-  const times = c.times ? c.times[place] : trains ? 1 : 0;
+  const trains = c.trains?.[place];
+  const times = c.times?.[place];
   if (times > 1) return `in ${times} sequences: a token should train once`;
   if (trains && !c.sampled[place]) return "yes, although the model did not sample it";
   if (trains === sequence + 1) return "yes, in this sequence";

@@ -28,8 +28,8 @@ export const PROPERTIES = {
   },
   mask: {
     label: "Loss mask",
-    needs: ["mask"],
-    classOf: (c, i) => (c.mask[i] ? "trained" : c.sampled[i] ? "untrained" : "given"),
+    needs: ["trains"],
+    classOf: (c, i) => (c.trains[i] ? "trained" : c.sampled[i] ? "untrained" : "given"),
     legend: () => [
       ["trained", "trained: loss mask 1"],
       ["untrained", "sampled, not trained"],
@@ -51,7 +51,7 @@ export const PROPERTIES = {
   advantage: {
     label: "Advantage",
     needs: ["advantage"],
-    classOf: (c, i, page) => (c.mask && !c.mask[i] ? "" : signed(c.advantage[i], page.ranges.advantage)),
+    classOf: (c, i, page) => (c.trains && !c.trains[i] ? "" : signed(c.advantage[i], page.ranges.advantage)),
     legend: (page) => diverging(page.ranges.advantage),
   },
   version: {

@@ -7,10 +7,7 @@ import { harmless } from "./text.mjs";
 const LONGEST = 6000; // characters of a part that are shown at first
 
 export class Conversation {
-  /**
-   * @param {HTMLElement} viewport
-   * @param {(turn: number, part: string) => void} choose told the turn whose message is clicked
-   */
+  /** @param {(turn: number) => void} choose told the turn whose message is clicked */
   constructor(viewport, choose) {
     this.viewport = viewport;
     this.choose = choose;
@@ -90,11 +87,7 @@ function comparison(number, { other, recorded, sent }) {
   );
 }
 
-/**
- * One part of a message, as it was said.
- *
- * @param {boolean} rendered whether the model's text is read as Markdown, and JSON is indented
- */
+/** One part of a message, as it was said; or rendered: the model's text as Markdown, and JSON indented. */
 export function card([role, kind, text, name], picture, rendered) {
   if (kind === "image") {
     const shown = picture?.url

@@ -1,11 +1,5 @@
 // The data of the page: base64 of deflated bytes in <script> blocks that never run, decoded at first use.
 
-/**
- * One typed array or text of the page.
- *
- * @typedef {{at: string, type: "u1"|"u2"|"u4"|"f4"|"json"}} Packed
- */
-
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array };
 
 /** Undo the shuffle of bytes: the first bytes of all values come first, then all second bytes, and so on. */
@@ -27,7 +21,7 @@ export class Store {
     this.known = new Map();
   }
 
-  /** Return a packed value. */
+  /** Return a packed value, `{at, type}`: an array, or JSON. */
   get(packed) {
     if (!this.known.has(packed.at)) this.known.set(packed.at, this.decode(packed));
     return this.known.get(packed.at);

@@ -5,7 +5,7 @@ import { PROPERTIES, available, colorOptions, legend } from "./colors.mjs";
 import { Conversation } from "./conversation.mjs";
 import { count, counted, definitions, h, near, number, options, pane } from "./dom.mjs";
 import { rowOf } from "./layout.mjs";
-import { scoreCard } from "./score.mjs";
+import { outcomeChip, rewardChip } from "./score.mjs";
 import { Finder, addressOf } from "./search.mjs";
 import { Strip } from "./strip.mjs";
 import { difference, marks, states, treeRow, treeRows } from "./tree.mjs";
@@ -20,7 +20,7 @@ export function sequenceOf(body, steps) {
     for (let place = prompt[0]; place < sampled[0] + kept; place++) places.push(place);
     bounds.push({ turn, start, sampled: places.length - kept, stop: places.length });
   }
-  return { places, tokens: places.map((place) => body.columns.token[place]), bounds };
+  return { places, tokens: places.map((place) => body.columns.token[place]), bounds, vocabulary: body.vocabulary };
 }
 
 /** The step of a sequence that holds a position. */
@@ -48,7 +48,7 @@ export class EpisodeView {
   }
 
   build() {
-    const parts = {
+    const parts = (this.parts = {
       episode: h("select", { "aria-label": "Episode", onchange: (event) => this.app.go(`episode-${event.target.value}`) }),
       facts: h("p.facts"),
       found: h("div.found"),
@@ -63,8 +63,7 @@ export class EpisodeView {
       strip: pane("viewport.strip", "Tokens; arrow keys move"),
       conversation: pane("viewport.conversation", "Conversation"),
       life: pane("life", "Biography of the token"),
-    };
-    this.parts = parts;
+    });
     return h(
       "section.episode",
       { "aria-label": "Episode" },
@@ -127,9 +126,9 @@ export class EpisodeView {
       head.trained !== null && `${count(head.trained)} trained`,
       head.note,
     ];
-    const score = scoreCard(head, body.score, index.report?.success_threshold);
-    parts.score.replaceChildren(...score);
-    parts.score.hidden = !score.length;
+    const chips = [rewardChip(head.reward, index.report?.success_threshold), " ", outcomeChip(head.outcome)];
+    parts.score.replaceChildren(h("p", {}, h("b", {}, "Score "), ...chips), definitions(body.score));
+    parts.score.hidden = !body.score.length;
     parts.facts.replaceChildren(...words.filter(Boolean).map((word) => h("span", {}, word)));
     const own = index.findings.map((finding, i) => [finding, i]).filter(([finding]) => finding.episode === this.number);
     parts.found.replaceChildren(
@@ -154,7 +153,7 @@ export class EpisodeView {
     parts.sequence.value = String(at);
     this.flow = sequenceOf(body, body.length ? body.sequences[at].steps : []);
     const headings = this.flow.bounds.flatMap((bound) => this.headings(bound));
-    this.strip.show({ ...this.flow, vocabulary: this.app.vocabulary, headings }, (place) => this.classOf(place));
+    this.strip.show({ ...this.flow, headings }, (place) => this.classOf(place));
     this.drawLegend();
     const spoken = this.flow.bounds
       .map(({ turn }) => ({ ...body.turns[turn], turn, differs: difference(body.turns, turn) }))
@@ -172,19 +171,16 @@ export class EpisodeView {
 
   /** The sequences of an episode. */
   flows(body) {
-    const { vocabulary } = this.app;
-    return body.length ? body.sequences.map(({ steps }) => ({ ...sequenceOf(body, steps), vocabulary })) : [];
+    return body.length ? body.sequences.map(({ steps }) => sequenceOf(body, steps)) : [];
   }
 
   headings({ turn: at, start, sampled, stop }) {
     const turn = this.body.turns[at];
     const made = [];
-    const head = (position, kind, words) =>
-      made.push({
-        at: position,
-        make: () =>
-          h(`div.heading.${kind}`, { title: words }, h("b", {}, `Turn ${turn.number}`), kind === "prompt" ? " prompt · " : " answer · ", words),
-      });
+    const head = (position, kind, words) => {
+      const make = () => h(`div.heading.${kind}`, { title: words }, h("b", {}, `Turn ${turn.number}`), ` ${kind} · `, words);
+      made.push({ at: position, make });
+    };
     if (sampled > start) head(start, "prompt", `${counted(sampled - start, "token")} · ${turn.reason}`);
     if (stop > sampled) {
       const whole = turn.sampled[1] - turn.sampled[0];
@@ -302,16 +298,11 @@ export class EpisodeView {
   }
 
   describe(position) {
-    const { index, vocabulary } = this.app;
-    const token = {
-      vocabulary,
-      sequence: this.sequence,
-      position,
-      place: this.flow.places[position],
-      turn: stepAt(this.flow.bounds, position).turn,
-    };
+    const { body, flow, sequence } = this;
+    const { turn } = stepAt(flow.bounds, position);
+    const token = { vocabulary: flow.vocabulary, sequence, position, place: flow.places[position], turn };
     const copy = h("button.copy", { type: "button", onclick: (event) => this.copyLink(event.target) }, "Copy link");
-    this.parts.life.replaceChildren(copy, definitions(facts(index, this.body, token)));
+    this.parts.life.replaceChildren(copy, definitions(facts(this.app.index, body, token)));
   }
 
   /** Let the tree and the conversation follow the tokens. */

@@ -1,14 +1,10 @@
 // Which tokens stand in which row: a fixed-width font, so that 100,000 tokens are laid out without the browser.
 
 /**
- * Break tokens into rows: from token `start` to `stop`, or a heading above token `start`.
+ * Break tokens into rows of at most `limit` columns and `most` tokens: from `start` to `stop`, or a heading above `start`.
  *
- * @param {number} count number of tokens
- * @param {(position: number) => {width: number, ends: boolean}} measure
- * @param {number} limit columns of a row
- * @param {{at: number}[]} headings positions above which a heading stands, ascending
- * @param {number} most tokens of a row
- * @returns {{start: number, stop: number, heading?: object}[]}
+ * `measure` returns how wide a token is, and whether it ends a row. Headings are in the order of the tokens that they
+ * stand above.
  */
 export function layOut(count, measure, limit, headings = [], most = Infinity) {
   const rows = [];
@@ -44,11 +40,7 @@ export function rowOf(rows, position) {
 }
 
 /** First position at which sequences differ: the length of the shortest if one begins the others. */
-export function firstDifference(sequences) {
-  const length = Math.min(...sequences.map((sequence) => sequence.length));
-  const first = sequences[0];
-  for (let i = 0; i < length; i++) {
-    if (sequences.some((other) => other[i] !== first[i])) return i;
-  }
-  return length;
+export function firstDifference([first, ...others]) {
+  const at = first.findIndex((token, i) => others.some((other) => other[i] !== token));
+  return at < 0 ? first.length : at;
 }

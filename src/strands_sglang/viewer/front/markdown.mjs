@@ -21,13 +21,7 @@ function newReader() {
   return made;
 }
 
-/**
- * Return an element with the rendered text.
- *
- * @param {string} text
- * @param {number} most elements and texts
- * @returns {HTMLElement|null} null if the text is too long, or needs more
- */
+/** Return an element with the rendered text; null if it is too long, or needs more than `most` elements and texts. */
 export function markdown(text, most = 600) {
   if (text.length > LONGEST) return null;
   reader ??= newReader();

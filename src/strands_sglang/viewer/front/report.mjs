@@ -2,7 +2,7 @@
 
 import { count, counted, definitions, filterField, h, options, pane } from "./dom.mjs";
 import { rewardChip } from "./score.mjs";
-import { Table, figures, filtered, texts } from "./tables.mjs";
+import { Table, figures, filtered, isKnown, texts } from "./tables.mjs";
 
 /** A picture, parsed as a document of its own: markup in it is not part of the page's scripts or styles. */
 function picture({ title, says, svg }) {
@@ -58,7 +58,7 @@ export class ReportView {
       texts("Question", ({ question }) => question, 190, 2),
       texts("Target", ({ target }) => target, 100, 1),
     ];
-    this.table = new Table("Tasks", columns.filter(({ name }) => name !== "Target" || report.tasks.some(({ target }) => target)));
+    this.table = new Table("Tasks", columns.filter(({ value }) => report.tasks.some((task) => isKnown(value(task)))));
     this.element = h(
       "section.report",
       { "aria-label": report.name, tabindex: "0" },

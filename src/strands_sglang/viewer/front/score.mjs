@@ -1,6 +1,6 @@
-// How an episode was scored: chips for tables, and the card that says why.
+// How an episode was scored and ended, as chips.
 
-import { definitions, h, number } from "./dom.mjs";
+import { h, number } from "./dom.mjs";
 
 /** A reward: success, none of it, or something between. */
 export function rewardChip(reward, success = 1) {
@@ -14,11 +14,4 @@ export function outcomeChip(outcome) {
   if (!outcome) return "–";
   const kind = outcome === "task_complete" ? "" : /error|timeout|aborted|cancelled/.test(outcome) ? ".bad" : ".part";
   return h(`span.chip${kind}`, {}, outcome.replaceAll("_", " "));
-}
-
-/** Why an episode of an evaluation has its reward; nothing for others. */
-export function scoreCard(head, score, success) {
-  if (!score.length) return [];
-  const result = h("p", {}, h("b", {}, "Score "), rewardChip(head.reward, success), " ", outcomeChip(head.outcome));
-  return [result, definitions(score)];
 }

@@ -24,8 +24,8 @@ const FIELDS = {
 };
 
 const FLAGS = {
-  trained: (c, i) => c.mask?.[i],
-  untrained: (c, i) => c.sampled[i] && !c.mask?.[i],
+  trained: (c, i) => c.trains?.[i],
+  untrained: (c, i) => c.sampled[i] && !c.trains?.[i],
   sampled: (c, i) => c.sampled[i],
   drifted: (c, i) => c.drift?.[i],
 };
@@ -34,12 +34,7 @@ const FLAGS = {
 export const HELP =
   "Search for text, or for: id:151645 · position:17 · logprob<-5 · probability<0.1 · advantage>0 · weight>0.1 · gap>0.01 · writer:tool · version:3 · turn:4 · trained · untrained · sampled · drifted";
 
-/**
- * Parse a query into a test of one token, or the text to find, which may have been meant as the property that it names.
- *
- * @param {{ids: ArrayLike<number>, writers: string[], versions: string[]}} page
- * @returns {{text: string, property?: string}|{test: (c: object, place: number, position: number) => boolean}}
- */
+/** Parse a query into a test of one token, or the text to find, which may have been meant as the property that it names. */
 export function parseQuery(query, page) {
   const text = query.trim();
   const flag = FLAGS[text.toLowerCase()];
@@ -60,12 +55,7 @@ export function parseQuery(query, page) {
   return { test: (c, i, position) => (compare ?? same)(field(c, i, page, position)) };
 }
 
-/**
- * Find what matches in a sequence.
- *
- * @param {{tokens: ArrayLike<number>, places: Int32Array, vocabulary: Vocabulary}} sequence
- * @returns {{hits: Uint8Array, starts: number[]}} a mark per token, and where each match begins
- */
+/** Find what matches in a sequence: a mark per token, and where each match begins. */
 export function find(sequence, columns, query) {
   const { tokens, places, vocabulary } = sequence;
   if (query.test) {
@@ -90,13 +80,10 @@ export function find(sequence, columns, query) {
 }
 
 /**
- * Find what matches in all sequences of an episode.
+ * Find what matches in all sequences of an episode: per sequence the first match and the number of them. What sequences
+ * share is only in the first. A match is a token, or an occurrence of the text.
  *
- * @param {{tokens: ArrayLike<number>, places: Int32Array, vocabulary: Vocabulary}[]} sequences
- * @param {{columns: object, length: number, said: string[][]}} body
- * @returns {{sequence?: number, position?: number, many: number, text?: string}[]} per sequence its first match and their
- *     number; what sequences share is only in the first. A match is a token, or an occurrence of the text. Without tokens,
- *     the text is looked for in what was said.
+ * Without tokens, the text is looked for in what was said.
  */
 export function findAll(sequences, body, query) {
   if (!body.length) return query.text ? findSaid(body.said, query.text.toLowerCase()) : [];
@@ -179,17 +166,12 @@ export class Finder {
 
   /** Mark what matches in the open sequence. */
   mark() {
-    const { strip, flow, body, app } = this.view;
-    this.starts = [];
-    let marked = null;
-    if (this.query) {
-      const { hits, starts } = find({ ...flow, vocabulary: app.vocabulary }, body.columns, this.query);
-      marked = hits;
-      this.starts = starts;
-      this.here = this.query.test ? hits.reduce((all, hit) => all + hit, 0) : starts.length;
-      if (!body.length) this.here = findAll([], body, this.query)[0]?.many;
-    }
-    if (marked || strip.hits) strip.mark(marked);
+    const { strip, flow, body } = this.view;
+    const { hits, starts } = this.query ? find(flow, body.columns, this.query) : { hits: null, starts: [] };
+    this.starts = starts;
+    this.here = this.query?.test ? hits.reduce((all, hit) => all + hit, 0) : starts.length;
+    if (this.query && !body.length) this.here = findAll([], body, this.query)[0]?.many;
+    if (hits || strip.hits) strip.mark(hits);
     this.tell();
   }
 

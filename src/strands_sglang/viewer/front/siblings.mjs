@@ -11,11 +11,7 @@ const ROW_HEIGHT = 23;
 const MOST_TOKENS = 1500;
 const MOST_LANES = 16;
 
-/**
- * Lay sequences out so that their rows are equal up to the first difference, which begins a row in each.
- *
- * @param {{tokens: ArrayLike<number>}[]} lanes
- */
+/** Lay sequences out so that their rows are equal up to the first difference, which begins a row in each. */
 export function align(lanes, measure, limit, most) {
   const at = firstDifference(lanes.map((lane) => lane.tokens));
   const rows = (lane, from, to) => {

@@ -31,9 +31,8 @@ export function tokenSpan({ shown, width }, classes, at, limit) {
 
 export class Strip {
   /**
-   * @param {HTMLElement} viewport
-   * @param {{point: (position: number) => void, choose: (position: number) => void, seen: (position: number) => void}}
-   *     told what is pointed at, what is chosen, and the first position in view if the current token is not
+   * @param {{point: (position: number) => void, choose: (position: number) => void, seen: (position: number) => void}} told
+   *     what is pointed at, what is chosen, and the first position in view if the current token is not
    */
   constructor(viewport, told) {
     this.viewport = viewport;
@@ -60,13 +59,7 @@ export class Strip {
     onWidth(viewport, () => this.sequence && this.layOut());
   }
 
-  /**
-   * Show a sequence.
-   *
-   * @param {{tokens: ArrayLike<number>, places: Int32Array, vocabulary: Vocabulary,
-   *     headings: {at: number, make: () => HTMLElement}[]}} sequence `places` are positions in the episode's columns
-   * @param {(place: number) => string} classOf
-   */
+  /** Show a sequence that has `headings`, each with `at` and `make`; `classOf` is given a place in the columns. */
   show(sequence, classOf) {
     this.sequence = sequence;
     this.classOf = classOf;

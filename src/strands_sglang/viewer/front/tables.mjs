@@ -5,13 +5,17 @@ import { outcomeChip, rewardChip } from "./score.mjs";
 import { visible } from "./text.mjs";
 import { VirtualList } from "./virtual.mjs";
 
+/** Whether there is anything to show. */
+export function isKnown(value) {
+  return value !== null && value !== undefined && value !== "";
+}
+
 /** Sort values; unknown ones come last in either direction, and equal ones keep their order. */
 export function sorted(rows, valueOf, descending) {
-  const known = (value) => value !== null && value !== undefined;
   return rows
     .map((row) => ({ row, value: valueOf(row) }))
     .sort((a, b) => {
-      if (!known(a.value) || !known(b.value)) return known(b.value) - known(a.value);
+      if (!isKnown(a.value) || !isKnown(b.value)) return isKnown(b.value) - isKnown(a.value);
       const order = typeof a.value === "string" ? a.value.localeCompare(b.value, "en", { numeric: true }) : a.value - b.value;
       return descending ? -order : order;
     })
@@ -137,8 +141,7 @@ export class Overview {
       figures("Seconds", of("seconds"), 64, 3),
       { name: "Notes", width: [140, 1], value: (at) => -episodes[at].found || episodes[at].note || null, cell: (at) => [alarm(episodes[at].found), h("span", { title: episodes[at].note }, episodes[at].note)] },
     ];
-    const known = (value) => value !== null && value !== "";
-    const table = new Table("Episodes", columns.filter(({ value }) => episodes.some((_, at) => known(value(at)))));
+    const table = new Table("Episodes", columns.filter(({ value }) => episodes.some((_, at) => isKnown(value(at)))));
     const filter = filterField("Filter the episodes", "Filter the episodes", () => draw());
     const shown = h("span.caption", { role: "status" });
     const textOf = (at) => {

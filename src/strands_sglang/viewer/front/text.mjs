@@ -1,13 +1,6 @@
 // Tokens as visible text: white space, control characters and bidirectional marks are shown, never obeyed.
 
-const NAMED = new Map([
-  [0x20, "·"],
-  [0x0a, "↵"],
-  [0x0d, "␍"],
-  [0x09, "⇥"],
-  [0xa0, "⍽"],
-  [0x7f, "␡"],
-]);
+const NAMED = { " ": "·", "\n": "↵", "\r": "␍", "\t": "⇥", "\xa0": "⍽", "\x7f": "␡" };
 
 // Code points that have no shape of their own, or change how their neighbors are drawn.
 const HIDDEN = String.raw`\x7f-\x9f\xad\u061c\u180e\u200b-\u200c\u200e-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{d800}-\u{dfff}\u{e0000}-\u{e0fff}`;
@@ -17,10 +10,11 @@ const UNSAFE = new RegExp(`[\\0-\\x08\\x0b-\\x1f${HIDDEN}]`, "gu");
 
 /** The sign of a character; of one that Python's surrogateescape made, the byte that is not UTF-8. */
 function sign(character) {
+  if (NAMED[character]) return NAMED[character];
   const code = character.codePointAt(0);
-  if (code < 0x20) return NAMED.get(code) ?? String.fromCodePoint(0x2400 + code);
+  if (code < 0x20) return String.fromCodePoint(0x2400 + code);
   const isByte = code >= 0xdc80 && code <= 0xdcff;
-  return NAMED.get(code) ?? `⟨${isByte ? hex(code - 0xdc00) : `U+${hex(code, 4)}`}⟩`;
+  return `⟨${isByte ? hex(code - 0xdc00) : `U+${hex(code, 4)}`}⟩`;
 }
 
 function hex(code, digits = 2) {
@@ -62,12 +56,8 @@ export function searchable(text) {
   return /[^\0-\x7f]/.test(lowered) ? BYTES.decode(ENCODER.encode(lowered)) : lowered;
 }
 
-/** The vocabulary that a page uses: ids with their texts; an entry of bytes is part of a character. */
+/** The vocabulary that a page uses: ids with their texts, the bytes of an incomplete character, or null if unknown. */
 export class Vocabulary {
-  /**
-   * @param {ArrayLike<number>} ids
-   * @param {(string|number[]|null)[]} texts a text, the bytes of an incomplete character, or null if unknown
-   */
   constructor(ids, texts) {
     this.ids = ids;
     this.texts = texts;
@@ -81,16 +71,11 @@ export class Vocabulary {
   }
 
   entry(index) {
-    let known = this.cache[index];
-    if (known === undefined) {
-      const text = this.texts[index];
-      let shown;
-      if (text === null || text === undefined) shown = `⟨${this.ids[index]}⟩`;
-      else if (typeof text === "string") shown = text === "" ? "∅" : visible(text);
-      else shown = "⟨" + text.map((byte) => hex(byte)).join(" ") + "⟩";
-      known = { shown, width: columns(shown), ends: typeof text === "string" && text.includes("\n") };
-      this.cache[index] = known;
-    }
-    return known;
+    if (this.cache[index]) return this.cache[index];
+    const text = this.texts[index];
+    let shown = `⟨${this.ids[index]}⟩`;
+    if (typeof text === "string") shown = visible(text) || "∅";
+    else if (text) shown = `⟨${text.map((byte) => hex(byte)).join(" ")}⟩`;
+    return (this.cache[index] = { shown, width: columns(shown), ends: text?.includes("\n") });
   }
 }

@@ -4,35 +4,23 @@ import { count, counted, h, number } from "./dom.mjs";
 
 const ID = /^[0-9a-f-]{32,36}$/;
 
-/** Signs of what a turn is; each comes with its word. */
-const SIGNS = {
-  opens: "●",
-  extends: "│",
-  forks: "↳",
-  discarded: "✕",
-  auxiliary: "◇",
-  cut: "✂",
-  failed: "!",
-  resumed: "↻",
-};
-
-/** What the words of a turn mean. */
+/** What the words of a turn mean, and the signs of those that have one. */
 const STATES = {
-  opens: "begins with a prompt of its own: nothing recorded is continued",
-  extends: "continues an earlier turn, whose tokens it keeps",
-  forks: "continues an earlier turn that another one continues too, so it is in a sequence of its own",
-  auxiliary: "a call next to the agent's work, such as a summary; it is not trained",
-  asked: "the request is under way",
-  answered: "the answer is recorded, and no later turn continues it",
-  committed: "a later turn continues the answer",
-  final: "the agent's messages end with this answer",
-  discarded: "the agent threw the answer away; it is not trained",
-  cut: "the request was aborted, or the answer could not be parsed",
-  failed: "no answer came",
-  resumed: "the answer was sampled in parts, because the server paused or was interrupted",
-  constrained: "a grammar chose among the tokens, so it is not trained",
-  "context full": "the end of the context cut the answer off",
-  "waits to resume": "the answer is not complete yet",
+  opens: ["begins with a prompt of its own: nothing recorded is continued", "●"],
+  extends: ["continues an earlier turn, whose tokens it keeps", "│"],
+  forks: ["continues an earlier turn that another one continues too, so it is in a sequence of its own", "↳"],
+  auxiliary: ["a call next to the agent's work, such as a summary; it is not trained", "◇"],
+  asked: ["the request is under way"],
+  answered: ["the answer is recorded, and no later turn continues it"],
+  committed: ["a later turn continues the answer"],
+  final: ["the agent's messages end with this answer"],
+  discarded: ["the agent threw the answer away; it is not trained", "✕"],
+  cut: ["the request was aborted, or the answer could not be parsed", "✂"],
+  failed: ["no answer came", "!"],
+  resumed: ["the answer was sampled in parts, because the server paused or was interrupted", "↻"],
+  constrained: ["a grammar chose among the tokens, so it is not trained"],
+  "context full": ["the end of the context cut the answer off"],
+  "waits to resume": ["the answer is not complete yet"],
 };
 
 /** The words for what a turn is, the most telling first. */
@@ -76,21 +64,19 @@ export function difference(turns, at) {
 export function states(turns) {
   const used = new Set(turns.flatMap(marks));
   const known = Object.entries(STATES).filter(([word]) => used.has(word));
-  return known.map(([word, meaning]) => [[SIGNS[word], word].filter(Boolean).join(" "), meaning]);
+  return known.map(([word, [meaning, sign]]) => [sign ? `${sign} ${word}` : word, meaning]);
 }
 
 /** The sign of a turn. */
 function sign(turn) {
   const words = marks(turn);
   const telling = ["discarded", "cut", "failed", "auxiliary", "resumed"].find((word) => words.includes(word));
-  return SIGNS[telling ?? turn.branching];
+  return STATES[telling ?? turn.branching][1];
 }
 
 /**
- * Order turns for display: by agent, in the order of their first calls, then each tree depth first.
- *
- * @returns {({agent: string, name: string}|{turn: number, depth: number})[]} `turn` is a position in `turns`; an agent
- *     whose id is no name is called by its number
+ * Order turns for display: by agent, in the order of their first calls, then each tree depth first. `turn` of a row is a
+ * position in `turns`; an agent whose id is no name is called by its number.
  */
 export function treeRows(turns) {
   const children = turns.map(() => []);

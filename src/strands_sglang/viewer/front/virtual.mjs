@@ -1,11 +1,7 @@
 // A list that keeps only the rows in the document that can be seen.
 
 export class VirtualList {
-  /**
-   * @param {HTMLElement} viewport scrolls
-   * @param {number} height of each row in px
-   * @param {(row: number) => HTMLElement} render
-   */
+  /** Rows are `height` px high; `render` makes the element of one. */
   constructor(viewport, height, render) {
     this.viewport = viewport;
     this.height = height;
