@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 import strands_sglang.trainers.trl as adapter
-from strands_sglang import TerminationReason
+from strands_sglang import TerminationReason, Trajectory
 from strands_sglang.credit import Episode, training_rows
 from strands_sglang.protocol.generation import Generation, VersionSpan
 from strands_sglang.testing import ScriptedResponse, ScriptedSGLang
@@ -164,6 +164,14 @@ def test_async_grpo_has_the_gradient_on_paper(async_grpo, reference, noise):
     expected = paper.gradient(reference, paper.rows_of(reference, noise=noise), "token_mean")
     found = async_grpo(paper.episodes(reference, noise=noise), 8)
     assert paper.relative_error(found, expected) < TOLERANCE
+
+
+def test_trials_of_harbor_are_trained(async_grpo, reference):
+    paths = sorted((ROOT / "tests/fixtures/harbor-trials").glob("*.jsonl"))
+    episodes = [Episode(Trajectory.load(path), float(at), "g") for at, path in enumerate(paths)]
+    rows = training_rows(episodes)
+    found = async_grpo(episodes, len(rows.rows))
+    assert paper.relative_error(found, paper.gradient(reference, rows, "token_mean")) < TOLERANCE
 
 
 @pytest.mark.parametrize("normalizer", paper.NORMALIZERS)
