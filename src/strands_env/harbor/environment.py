@@ -294,7 +294,7 @@ class _Trial:
             failure: Any = (await self._running).exception_info
         except Exception as error:  # of a task that Harbor refuses
             raise BackendError(f"Harbor refuses the task: {type(error).__name__}: {error}") from error
-        raise BackendError(f"{failure.exception_type}: {failure.exception_message}")
+        raise BackendError(self._told(failure))
 
     async def next_instruction(self) -> str | None:
         """Let the trial grade a step; return the instruction of the next one, None if there is none."""
@@ -324,10 +324,12 @@ class _Trial:
         failure = result.exception_info
         if failure is None:
             raise RewardError("the task has no verifier", is_infrastructure=True)
-        raise RewardError(
-            f"{failure.exception_type}: {failure.exception_message}",
-            is_infrastructure=failure.exception_type not in OF_VERIFIER,
-        )
+        raise RewardError(self._told(failure), is_infrastructure=failure.exception_type not in OF_VERIFIER)
+
+    def _told(self, failure: Any) -> str:
+        """Return what failed, without the folder of the trial, so that equal causes have equal messages."""
+        folder = f"{self._trial.paths.trial_dir}/"
+        return f"{failure.exception_type}: {failure.exception_message.replace(folder, '')}"
 
     async def close(self) -> None:
         """End the trial, and remove its files unless they were asked for."""
