@@ -492,8 +492,8 @@ def check_env(arguments: argparse.Namespace) -> int:
 
     colors = {"ok": "green", "failed": "red", "not tried": "yellow"}
     code = 0
-    for action in actions:
-        say(paint(f"{action.task_context.id}", "bold"))
+    for number, action in enumerate(actions, 1):
+        say(paint(f"{action.task_context.id or f'task {number}'}", "bold"))
         for finding in asyncio.run(check_environment(make, action)):
             detail = f" ({finding.detail})" if finding.detail else ""
             say(f"  {paint(f'{finding.verdict:<9}', colors[finding.verdict])}  {finding.name}{detail}")
