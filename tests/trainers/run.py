@@ -9,6 +9,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from strands_sglang.local.process import LocalServerError, run_quietly
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TRAINERS = sorted(path.parent.name for path in HERE.glob("*/requirements.txt"))
+TRAINERS.sort(key=lambda name: name != "trl")  # the longest first
 WITHOUT_TORCH = ("trackers",)  # the other tests compute the gradient on paper
 OWN = ["pytest>=8", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "filelock>=3.13"]
 
@@ -55,8 +57,9 @@ def environment(trainer):
     return environment_python(build_once(home() / "trainers" / name, install, usable=usable))
 
 
-def run(trainer, python, arguments):
-    """Run the tests of one trainer with its environment's Python, and return their exit status."""
+def run(trainer, installed, arguments):
+    """Run the tests of one trainer with its environment's Python; print what they say, and return their exit status."""
+    python = installed.result()
     paths = [ROOT / "src", ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {
         **os.environ,
@@ -65,8 +68,12 @@ def run(trainer, python, arguments):
         "OMP_NUM_THREADS": "1",  # two wait for each other on a busy machine
     }
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--confcutdir", HERE, HERE / trainer]
-    print(f"== {trainer}", flush=True)
-    return subprocess.run([*command, *arguments], cwd=ROOT, env=variables, check=False).returncode
+    print(f"testing {trainer}", flush=True)
+    with tempfile.TemporaryFile("w+") as said:
+        status = subprocess.run([*command, *arguments], cwd=ROOT, env=variables, stdout=said, stderr=said).returncode
+        said.seek(0)
+        print(f"== {trainer}\n{said.read()}", flush=True)
+    return status
 
 
 def main(arguments):
@@ -76,10 +83,10 @@ def main(arguments):
     unknown = set(chosen) - set(TRAINERS)
     if unknown:
         sys.exit(f"error: no trainer {', '.join(sorted(unknown))}; there are {', '.join(TRAINERS)}")
-    # The next environment is made while tests run: downloads wait for the network, most tests for one core.
-    with ThreadPoolExecutor(max_workers=1) as installer:
-        pythons = [installer.submit(environment, trainer) for trainer in chosen]
-        return max([run(trainer, python.result(), rest) for trainer, python in zip(chosen, pythons, strict=True)])
+    # Most tests use one core, so two trainers run at once; meanwhile the next environment is made.
+    with ThreadPoolExecutor(max_workers=1) as installer, ThreadPoolExecutor(max_workers=2) as testers:
+        installed = [installer.submit(environment, trainer) for trainer in chosen]
+        return max(testers.map(run, chosen, installed, [rest] * len(chosen)))
 
 
 if __name__ == "__main__":
