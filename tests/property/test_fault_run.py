@@ -42,8 +42,8 @@ from support.slime import (
 
 @pytest.mark.timeout(900)
 async def test_any_failure_ends_in_the_table_and_records_samples(chatml_tokenizer, monkeypatch):
-    episode_count = 700
-    requests = 5000
+    episode_count = 420
+    requests = 3000
     seed = 20
     update_every = 150
     faults = {
@@ -160,7 +160,7 @@ def same(trajectory):
 
 @pytest.mark.timeout(900)
 async def test_requests_match_the_record_and_tokens_are_trained_once(monkeypatch):
-    """2,000 episodes that mix what corrupts recordings elsewhere, judged by the server's log in another process.
+    """800 episodes that mix what corrupts recordings elsewhere, judged by the server's log in another process.
 
     A thread truncates and pads with the model's own tokenizer. Each episode has three agents on one model object, two
     of which ask the same. Servers abort, tasks and agents are cancelled, and cut calls are resumed. What is judged has
@@ -243,7 +243,7 @@ async def test_requests_match_the_record_and_tokens_are_trained_once(monkeypatch
                     trajectory.resume(turn)
                     self.met["resumed"] += 1
 
-    episode_count = 2_000
+    episode_count = 800
     concurrency = 50
     tokenizer = build_chatml_tokenizer()  # of its own: the thread leaves truncation and padding on
     server = ScriptedSGLang(tokenizer, answer)
