@@ -51,12 +51,13 @@ test-property: $(VENV)/.installed-dev
 # The first line fetches what is not there yet; npm has to be installed for it.
 test-families: $(VENV)/.installed-dev
 	@$(BIN)/python tests/support/families/fetch.py
-	$(BIN)/python -m pytest tests/families
+	$(BIN)/python -m pytest -n 2 tests/families
 
 # The first line installs SGLang and makes the models if they are not there: minutes that no test should be charged for.
+# Each worker starts the servers that its files need: no two of them share one.
 test-integration: $(VENV)/.installed-dev
 	@$(BIN)/python -m strands_sglang.local
-	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration
 
 # The first run fetches them; which are left out and why is in left_out.json there.
 test-strands: $(VENV)/.installed-dev

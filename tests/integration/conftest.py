@@ -1,5 +1,7 @@
 """Real SGLang servers for the tests, started on first use, and stopped when the session ends in any way.
 
+With workers of pytest-xdist, each has servers of its own; `--dist loadfile` keeps the tests of a file in one of them.
+
 `tiny_server` serves a tiny random Qwen3 (fast, exact float32, nonsense), `tiny_moe_server` one with experts,
 `tiny_vl_server` a tiny random Qwen2.5-VL, and `smollm_server` SmolLM2-135M-Instruct (a language model). With
 `--sglang-base-url=URL` the first and the last are the server at that URL. Tests that use another one or the fixture

@@ -325,7 +325,7 @@ def with_other_weights(model_path, directory, seed=7):
 
 
 ROLLOUTS = 4
-LENGTH = 800
+LENGTH = 400
 TEMPERATURE = 0.8
 
 
@@ -371,13 +371,13 @@ def assert_each_token_is_of_its_version(sequence, paths):
     assert max(abs(logprob - scores[wrong[version]][i]) for version, logprob, i in sampled) > 0.1
 
 
-async def rollouts(server, client, **config):
-    """Start rollouts with one long turn each; return their ends."""
+async def rollouts(server, client, length=LENGTH, **config):
+    """Start rollouts with one turn of this length each; return their ends."""
     models = [
         SGLangModel(
             tokenizer=get_tokenizer(str(server.model_path)),
             client=client,
-            sampling_params={"temperature": TEMPERATURE, "ignore_eos": True, "max_new_tokens": LENGTH},
+            sampling_params={"temperature": TEMPERATURE, "ignore_eos": True, "max_new_tokens": length},
             **config,
         )
         for _ in range(ROLLOUTS)
@@ -474,7 +474,7 @@ async def test_call_to_a_paused_server_is_answered_after_the_pause(trainer, tiny
     await trainer.post("/pause_generation", mode="abort")
     try:
         async with SGLangClient(tiny_server.base_url) as client:
-            waiting = asyncio.create_task(rollouts(tiny_server, client, on_abort="resume"))
+            waiting = asyncio.create_task(rollouts(tiny_server, client, 40, on_abort="resume"))
             for _ in range(50):  # the server has time to answer, and does so to others
                 await running_requests(trainer.base_url)
             assert not waiting.done()
@@ -482,4 +482,4 @@ async def test_call_to_a_paused_server_is_answered_after_the_pause(trainer, tiny
             ended = await waiting
     finally:
         await trainer.post("/continue_generation")
-    assert all(len(model.trajectory.turns[0].output_ids) == LENGTH for model, _ in ended)
+    assert all(len(model.trajectory.turns[0].output_ids) == 40 for model, _ in ended)

@@ -30,7 +30,7 @@ from strands_env.eval import Evaluator
 from strands_env.rewards import ExactMatchReward
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import ScriptedModel, build_chatml_tokenizer, call, make_agent, tool_use
-from support.environments import ANSWER, ASK, CALL, CalculatorEnv, lines, scripted_env
+from support.environments import ANSWER, ASK, CALL, lines, scripted_env
 
 BROKEN = call("broken", reason="no")
 UNREADABLE = "<tool_call>\n{not json\n</tool_call>"
@@ -140,44 +140,36 @@ async def test_a_thousand_turns_with_tools_are_one_sequence(chatml_tokenizer):
 
 
 @pytest.mark.timeout(600)
-async def test_two_thousand_episodes_at_once_complete_on_one_model(chatml_tokenizer):
-    waiting = 0
-    all_asked = asyncio.Event()
-
-    async def answer(request):
-        nonlocal waiting
-        if "<tool_response>" in request.text:
-            return ANSWER
-        waiting += 1
-        if waiting == 2000:
-            all_asked.set()
-        await all_asked.wait()  # so that all of them run at once
-        return CALL
-
-    first, server = scripted_env(chatml_tokenizer, answer, client={"max_connections": 2000})
-    environments = [CalculatorEnv(first.model_factory, first.reward_fn) for _ in range(2000)]
-    results = await asyncio.gather(*(env.step(ASK) for env in environments))
-    assert {result.termination_reason for result in results} == {TerminationReason.TASK_COMPLETE}
-    assert [result.reward.reward for result in results] == [1.0] * 2000
-    assert all(len(result.observation.trajectory) == 2 for result in results)
-    assert all(env.steps == ["reset", "cleanup"] for env in environments)
-    assert sum(not request.is_prefill for request in server.requests) == 2 * 2000
-
-
-@pytest.mark.timeout(600)
 async def test_two_thousand_episodes_at_once_are_each_their_own(chatml_tokenizer, tmp_path):
     episodes = 2_000
+    asked, all_asked, made = set(), asyncio.Event(), []
 
-    def solve(request):
+    async def solve(request):
         left = int(re.findall(r"What is (\d+) \+ 1", request.text)[-1])
-        return str(left + 1) if "<tool_response>" in request.text else call("calculator", expression=f"{left} + 1")
+        if "<tool_response>" in request.text:
+            return str(left + 1)
+        asked.add(left)
+        if len(asked) == episodes:
+            all_asked.set()
+        await all_asked.wait()  # so that all of them run at once
+        return call("calculator", expression=f"{left} + 1")
+
+    class Watched(CalculatorEnvironment):
+        async def reset(self):
+            self.steps = ["reset"]
+            await super().reset()
+
+        async def cleanup(self):
+            self.steps.append("cleanup")
+            await super().cleanup()
 
     server = ScriptedSGLang(chatml_tokenizer, solve)
-    factory = sglang_model_factory(tokenizer=chatml_tokenizer, client=server.client())
+    factory = sglang_model_factory(tokenizer=chatml_tokenizer, client=server.client(max_connections=episodes))
     reward_fn = ExactMatchReward()
 
     async def env_factory(action):
-        return CalculatorEnvironment(factory, reward_fn)
+        made.append(Watched(factory, reward_fn))
+        return made[-1]
 
     tasks = [
         Action(message=f"What is {n} + 1?", task_context=TaskContext(id=n, ground_truth=str(n + 1)))
@@ -189,6 +181,7 @@ async def test_two_thousand_episodes_at_once_are_each_their_own(chatml_tokenizer
     metrics = evaluator.compute_metrics(await evaluator.run(tasks))
     assert (metrics["pass@1"], metrics["dropped_samples"]) == (1.0, 0.0)
     assert sum(not request.is_prefill for request in server.requests) == 2 * episodes
+    assert [environment.steps for environment in made] == [["reset", "cleanup"]] * episodes
     records = lines(tmp_path / "out" / "results.jsonl")
     assert {record["prompt_id"] for record in records} == {str(n) for n in range(episodes)} and len(records) == episodes
     for record in records:

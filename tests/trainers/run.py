@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +27,7 @@ ROOT = HERE.parents[1]
 REQUIREMENTS = {
     path.parent.name + path.stem.removeprefix("requirements"): path for path in HERE.glob("*/requirements*.txt")
 }
-TRAINERS = sorted(REQUIREMENTS)
+TRAINERS = sorted(REQUIREMENTS, key=lambda name: name != "trl")  # the longest first
 WITHOUT_TORCH = ("packages", "trackers", "harbor", "harbor-0.24")  # the other tests compute the gradient on paper
 NEWER_PYTHON = {"harbor": "3.12", "harbor-0.24": "3.12"}
 OWN = ["pytest>=8", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "filelock>=3.13"]
@@ -70,8 +71,9 @@ def python_of(version):
     raise LocalServerError(f"Harbor needs Python {version}, and there is none: put python{version} on the PATH")
 
 
-def run(trainer, python, arguments):
-    """Run the tests of one trainer with its environment's Python, and return their exit status."""
+def run(trainer, installed, arguments):
+    """Run the tests of one trainer with its environment's Python; print what they say, and return their exit status."""
+    python = installed.result()
     paths = [ROOT / "src", ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {
         **os.environ,
@@ -80,8 +82,12 @@ def run(trainer, python, arguments):
         "OMP_NUM_THREADS": "1",  # two wait for each other on a busy machine
     }
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--confcutdir", HERE, REQUIREMENTS[trainer].parent]
-    print(f"== {trainer}", flush=True)
-    return subprocess.run([*command, *arguments], cwd=ROOT, env=variables, check=False).returncode
+    print(f"testing {trainer}", flush=True)
+    with tempfile.TemporaryFile("w+") as said:
+        status = subprocess.run([*command, *arguments], cwd=ROOT, env=variables, stdout=said, stderr=said).returncode
+        said.seek(0)
+        print(f"== {trainer}\n{said.read()}", flush=True)
+    return status
 
 
 def main(arguments):
@@ -91,10 +97,10 @@ def main(arguments):
     unknown = set(chosen) - set(TRAINERS)
     if unknown:
         sys.exit(f"error: no trainer {', '.join(sorted(unknown))}; there are {', '.join(TRAINERS)}")
-    # The next environment is made while tests run: downloads wait for the network, most tests for one core.
-    with ThreadPoolExecutor(max_workers=1) as installer:
-        pythons = [installer.submit(environment, trainer) for trainer in chosen]
-        return max([run(trainer, python.result(), rest) for trainer, python in zip(chosen, pythons, strict=True)])
+    # Most tests use one core, so two trainers run at once; meanwhile the next environment is made.
+    with ThreadPoolExecutor(max_workers=1) as installer, ThreadPoolExecutor(max_workers=2) as testers:
+        installed = [installer.submit(environment, trainer) for trainer in chosen]
+        return max(testers.map(run, chosen, installed, [rest] * len(chosen)))
 
 
 if __name__ == "__main__":
