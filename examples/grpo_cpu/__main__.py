@@ -206,7 +206,7 @@ def evaluate(run: Run, settings: Settings, base_url: str, name: str) -> float:
     results = asyncio.run(evaluator.run(task_of(settings).held_out(settings)))
     metrics = evaluator.compute_metrics(results)
     write(run.folder / "evaluation" / f"{name}.json", json.dumps(metrics, indent=1))
-    return metrics["avg@1"] if "avg@1" in metrics else metrics["pass@1"]
+    return metrics.get(f"avg@{settings.held_out_samples}", metrics["pass@1"])  # equal if all rewards are 0 or 1
 
 
 def summarize(run: Run, before: float, after: float) -> None:

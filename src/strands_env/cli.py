@@ -268,7 +268,7 @@ _OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
             "with --benchmark, a local copy of it",
         ),
         "--split": ("NAME", "the files of a folder to use, such as test"),
-        "--benchmark": ("NAME", _NAMED),
+        "--benchmark": ("NAME", f"{_NAMED}, or reasoning_gym:FAMILY"),
         "--question-field": ("NAME", "the field with the question (default: question, problem, prompt, ...)"),
         "--answer-field": ("NAME", "the field with the right answer (default: answer, ground_truth, label, ...)"),
         "--id-field": ("NAME", "the field with the task's id (default: id, unique_id, ...)"),

@@ -14,7 +14,6 @@ from unittest import mock
 
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY
-from support import slime
 from support.agents import call
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +129,8 @@ def run_page(page, name, model, folder, patch):
         folder: A temporary folder.
         patch: pytest's `monkeypatch`.
     """
+    from support import slime  # needs PyTorch, which reading a page does not
+
     model.save_pretrained(folder / name)
     work = folder / "work"
     work.mkdir()

@@ -14,7 +14,7 @@ from ..core import Action, Environment, RewardError, RewardFunction, RewardResul
 from ..rewards.answers import question_of
 from ..rewards.workers import WorkerLimits, shared_pool
 
-LIMITS = WorkerLimits(cpu_s=20.0, wall_s=300.0, memory_bytes=2 << 30)
+LIMITS = WorkerLimits(cpu_s=10.0, wall_s=300.0, memory_bytes=2 << 30)
 """Limits of a worker that makes a task or scores an answer."""
 
 

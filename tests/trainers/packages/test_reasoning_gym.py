@@ -13,9 +13,11 @@ from strands_env.cli import main
 from strands_env.core import Observation, StepResult, TerminationReason
 from strands_env.core.models import sglang_model_factory
 from strands_env.environments import ReasoningGymEnvironment, ReasoningGymReward, reasoning_gym_tasks
+from strands_env.eval.benchmarks import load_tasks
 from strands_sglang.credit import training_rows
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import build_chatml_tokenizer
+from support.pages import ROOT, URL, blocks
 
 WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 OF_PARTS = {"composite"}  # its settings are objects
@@ -28,6 +30,7 @@ DEPENDING_ON_HASHES = (
     "word_ladder",
 )
 RAISES_ON_TEXT = {"prime_factorization"}  # its verifier takes every answer for numbers
+ACCEPTS_ALL = {"game_of_life_halting"}  # its verifier compares the truth of texts, and only the empty one is false
 
 
 def ended(text):
@@ -52,7 +55,8 @@ def test_a_familys_own_answer_gets_1_and_a_wrong_one_less(family):
     assert reward_of(first, f"It is <answer>{truth}</answer>").reward == 1.0
     wrong = [task.task_context.ground_truth for task in others if task.task_context.ground_truth != truth]
     wrong = [*wrong, "0", "no such answer"] if family not in RAISES_ON_TEXT else wrong
-    assert min(reward_of(first, f"<answer>{answer}</answer>").reward for answer in wrong) < 0.5
+    lowest = min(reward_of(first, f"<answer>{answer}</answer>").reward for answer in wrong)
+    assert lowest == 1.0 if family in ACCEPTS_ALL else lowest < 0.5
 
 
 @pytest.mark.parametrize("family", ["leg_counting", *DEPENDING_ON_HASHES])
@@ -111,7 +115,7 @@ async def test_an_episode_is_one_turn_that_is_scored_by_the_familys_verifier():
 
 @pytest.mark.parametrize("answer", ["It is 5.", "<answer>5", "5</answer>", "</answer>5<answer>"])
 async def test_an_answer_outside_of_the_tags_gets_0(answer):
-    (task,) = reasoning_gym_tasks("game_of_life_halting", 1)  # whose verifier finds many texts right
+    (task,) = reasoning_gym_tasks("game_of_life_halting", 1)  # whose verifier finds any text right
     _, result = await run(task, answer)
     assert result.reward.reward == 0.0 and result.reward.info == {"verdict": "no_answer"}
 
@@ -120,7 +124,7 @@ async def test_an_answer_outside_of_the_tags_gets_0(answer):
     ("family", "answer", "reason"),
     [
         ("prime_factorization", "two", "ValueError: invalid literal"),
-        ("countdown", "9**9**9**9", "20 s of CPU time"),
+        ("countdown", "9**9**9**9", "10 s of CPU time"),
     ],
 )
 async def test_a_verifier_that_fails_is_an_error_and_not_a_0(family, answer, reason):
@@ -160,3 +164,17 @@ def test_an_unknown_family_is_a_usage_error(tmp_path, capsys):
     options += ["--tokenizer", str(tmp_path / "tokenizer")]
     assert main(["eval", *options, "--benchmark", "reasoning_gym:legs"]) == 2
     assert "'legs' not registered" in capsys.readouterr().err
+
+
+def test_the_guides_code_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = build_chatml_tokenizer()
+    tokenizer.save_pretrained("tokenizer")
+    names = {}
+    with ScriptedSGLang(tokenizer, ["<answer>4</answer>"]).serve() as base_url:
+        for block in blocks("python", ROOT / "docs/guides/reasoning-gym.md"):
+            block.run(
+                names, lambda text: text.replace("Qwen/Qwen3-4B-Instruct-2507", "tokenizer").replace(URL, base_url)
+            )
+    assert names["result"].reward.info["extracted"] == "4"
+    assert load_tasks("legs.jsonl") == reasoning_gym_tasks("leg_counting", 20, max_animals=3)

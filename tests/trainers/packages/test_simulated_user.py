@@ -1,8 +1,9 @@
 """An environment with a user: the `ActorSimulator` of the published strands-agents-evals, on a second model."""
 
+import sys
+from pathlib import Path
+
 import pytest
-from strands_evals.simulation import ActorSimulator
-from strands_evals.types.simulation import ActorProfile
 
 from strands_env.core import Action, TaskContext, TerminationReason
 from strands_env.core.models import sglang_model_factory
@@ -10,7 +11,10 @@ from strands_sglang import SGLangClient
 from strands_sglang.credit import training_rows
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import build_chatml_tokenizer, call
-from support.environments import CALL, CalculatorEnv, Contains
+from support.environments import CALL, Contains
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "evaluators"))
+from talk import Conversation, make_reward  # noqa: E402
 
 TOKENIZER = build_chatml_tokenizer()
 TASK = Action(
@@ -27,28 +31,10 @@ def models_of(answers):
     return server, sglang_model_factory(tokenizer=TOKENIZER, client=server.client(max_retries=0))
 
 
-class Talk(CalculatorEnv):
-    """The environment of docs/guides/rewards.md."""
-
-    def __init__(self, *args, user_model_factory, user_turns=5, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.user_model_factory, self.user_turns = user_model_factory, user_turns
-        self.user = None
-
-    def next_user_message(self, action, messages):
-        if self.user is None:
-            profile = ActorProfile(traits={}, context="", actor_goal=action.task_context.goal)
-            model = self.user_model_factory()
-            self.user = ActorSimulator(profile, action.message, model=model, max_turns=self.user_turns)
-        said = "\n".join(block["text"] for block in messages[-1]["content"] if "text" in block)
-        reply = self.user.act(said).structured_output
-        return None if reply.stop else reply.message
-
-
 async def talk(agent_answers, user_answers):
     server, models = models_of(agent_answers)
     user_server, user_models = models_of(user_answers)
-    env = Talk(model_factory=models, reward_fn=Contains(), user_model_factory=user_models)
+    env = Conversation(model_factory=models, reward_fn=Contains(), user_models=user_models)
     return server, user_server, env, await env.step(TASK)
 
 
@@ -72,7 +58,7 @@ async def test_the_user_answers_until_the_goal_is_reached():
         ("assistant", "25 * 17 is 425."),
     ]
     assert "Know 25 * 17." in user_server.requests[0].text and "Yes, I can." in user_server.requests[0].text
-    assert env.ran == ["25 * 17"] and env.user.stop
+    assert result.observation.metrics["tool_calls"] == 1 and env.user.stop
 
 
 async def test_exactly_what_the_agent_sampled_is_trained():
@@ -90,7 +76,7 @@ async def test_exactly_what_the_agent_sampled_is_trained():
 async def test_a_user_that_is_the_agents_own_model_is_not_trained():
     server, models = models_of([AGENT[0], USER[0], *AGENT[1:], USER[1]])
     model = models()
-    env = Talk(model_factory=lambda: model, reward_fn=Contains(), user_model_factory=lambda: model)
+    env = Conversation(model_factory=lambda: model, reward_fn=Contains(), user_models=lambda: model)
     result = await env.step(TASK)
     assert result.reward.reward == 1.0
     (row,) = training_rows([result.episode(group="talk")], baseline=None)
@@ -99,27 +85,34 @@ async def test_a_user_that_is_the_agents_own_model_is_not_trained():
 
 
 @pytest.mark.parametrize(
-    ("agent_turns", "user_turns", "outcome"),
-    [(2, 5, TerminationReason.MAX_TURNS_REACHED), (None, 2, TerminationReason.TASK_COMPLETE)],
+    ("limits", "turns", "outcome"),
+    [({"max_turns": 2}, 2, TerminationReason.MAX_TURNS_REACHED), ({}, 5, TerminationReason.TASK_COMPLETE)],
 )
-async def test_a_conversation_ends_at_the_agents_limit_or_the_users(agent_turns, user_turns, outcome):
-    server, models = models_of(["Yes."] * 3)
-    _, user_models = models_of([says("And now?")] * 3)
-    env = Talk(model_factory=models, user_model_factory=user_models, user_turns=user_turns, max_turns=agent_turns)
-    result = await env.step(TASK)
-    assert len(server.requests) == 2 and result.termination_reason is outcome
+async def test_a_conversation_ends_at_the_agents_limit_or_the_users(limits, turns, outcome):
+    server, models = models_of(["Yes."] * 5)
+    _, user_models = models_of([says("And now?")] * 5)
+    result = await Conversation(models, user_models=user_models, **limits).step(TASK)
+    assert len(server.requests) == turns and result.termination_reason is outcome
+
+
+async def test_a_conversation_is_judged_by_an_evaluator():
+    _, models = models_of(AGENT)
+    _, user_models = models_of(USER)
+    judge, judges = models_of([call("EvaluationOutput", score=0.5, test_pass=True, reason="right, but curt")])
+    result = await Conversation(models, make_reward(judges()), user_models=user_models).step(TASK)
+    assert result.reward.reward == 0.5 and "25 * 17 is 425." in judge.requests[0].text
 
 
 async def test_a_user_whose_server_is_down_is_an_infrastructure_error():
     _, models = models_of(AGENT)
     unreachable = sglang_model_factory(tokenizer=TOKENIZER, client=SGLangClient("http://localhost:9", max_retries=0))
-    env = Talk(model_factory=models, reward_fn=Contains(), user_model_factory=unreachable)
+    env = Conversation(model_factory=models, reward_fn=Contains(), user_models=unreachable)
     result = await env.step(TASK)
     assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR and result.reward is None
 
 
 async def test_a_user_that_fails_otherwise_is_an_agent_error():
     _, models = models_of(AGENT)
-    env = Talk(model_factory=models, reward_fn=Contains(), user_model_factory=lambda: "no model")
+    env = Conversation(model_factory=models, reward_fn=Contains(), user_models=lambda: "no model")
     result = await env.step(TASK)
     assert result.termination_reason is TerminationReason.AGENT_ERROR and result.reward is None
