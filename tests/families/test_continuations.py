@@ -382,9 +382,6 @@ def test_the_documented_matrix_is_proven_here():
         "  call, `gpt_oss` text next to a call once an answer follows, `mistral_nemo` the system prompt if the last",
         "  message is a tool result. If a part is missing, you get an error that names the message.",
         "",
-        "`make test-families` fails if this page is out of date; `UPDATE_DOCS=1 pytest",
-        "tests/families/test_continuations.py` writes it again.",
-        "",
     ]
     document = Path(__file__).parents[2] / "docs" / "understand" / "families.md"
     if "UPDATE_DOCS" in os.environ:
