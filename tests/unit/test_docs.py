@@ -42,8 +42,8 @@ from support.pages import README, ROOT, blocks, names_in_code, run_page, table
 from support.slime import check_rollouts
 
 DOCS = ROOT / "docs"
-# tests/families, tests/integration and tests/trainers run these: they need a real processor, a cluster, and a package.
-ELSEWHERE = {"docs/guides/images.md", "docs/guides/ray.md", "docs/guides/reasoning-gym.md"}
+# tests/families, tests/integration and tests/trainers run these: they need a real processor, a cluster, and packages.
+ELSEWHERE = {f"docs/guides/{name}.md" for name in ("images", "ray", "reasoning-gym", "harbor")}
 PAGES = sorted({"README.md", *(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md"))} - ELSEWHERE)
 TEXT = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES if page != "docs/changelog.md")
 SHELL_LINES = [line for page in PAGES for block in blocks("bash", ROOT / page) for line in block.text.splitlines()]

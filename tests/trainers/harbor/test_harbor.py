@@ -20,8 +20,10 @@ from strands_sglang.trainers.atif import from_atif
 from support import written_episodes as written
 from support.agents import build_chatml_tokenizer, call
 from support.oci import make_root
+from support.pages import ROOT, URL, blocks
 
-TASKS = Path(__file__).parents[2] / "fixtures" / "harbor"
+TASKS = ROOT / "tests/fixtures/harbor"
+TRIAL = ROOT / "tests/fixtures/harbor-trials/file.jsonl"
 
 ANSWER = ["echo 42 > /app/answer.txt"]
 SERVE = (
@@ -311,3 +313,15 @@ async def test_an_action_that_is_no_task_is_refused(environment):
         await environment().step(Action(message="Hello"))
     with pytest.raises(ValueError, match="no task.toml"):
         harbor_tasks(TASKS.parent / "0.5.0")
+
+
+def test_the_guides_snippets_run(server, in_a_world, tmp_path, monkeypatch, capsys):
+    _, base_url, folder = server
+    (tmp_path / "tasks").symlink_to(TASKS / "file")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("strands_env.harbor.environment.IN_A_WORLD", in_a_world)
+    namespace = {"__name__": "__docs__", "episode": Episode(Trajectory.load(TRIAL), 1.0, "g")}
+    for block in blocks("python", ROOT / "docs/guides/harbor.md"):
+        block.run(namespace, lambda text: text.replace("Qwen/Qwen3-8B", str(folder)).replace(URL, base_url))
+    assert "strands/file task_complete reward=1.0" in capsys.readouterr().out
+    assert namespace["again"].reward == 1.0
