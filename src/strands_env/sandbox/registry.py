@@ -107,7 +107,9 @@ class Registry:
     async def _get(self, kind: str, version: str, digest: str | None, into: BinaryIO, most: int) -> None:
         url = f"{self._address}/{kind}/{version}"
         why = ""
+        pause = 0.0
         for attempt in range(ATTEMPTS):
+            await asyncio.sleep(pause)
             into.seek(0)
             into.truncate()
             try:
@@ -127,7 +129,7 @@ class Registry:
                             raise ImageError(f"{url} sends more than {most} bytes")
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 why = f"{type(error).__name__}: {error}"
-                await asyncio.sleep(PAUSE_S * 2**attempt)
+                pause = PAUSE_S * 2**attempt
                 continue
             if digest in (None, f"sha256:{found.hexdigest()}"):
                 return
