@@ -112,12 +112,11 @@ async def check_environment(make: MakeEnvironment, action: Action, *, success_th
         runs.append(solved)
     else:
         findings.append(Finding("the solution succeeds", "not tried", "the environment has no solve()"))
-    agree = all(first.reward == second.reward for first, second in runs)
+    agree = all(_shown(first) == _shown(second) for first, second in runs)
     findings.append(check.finding("two runs agree", agree, *chain.from_iterable(runs)))
     if type(sample).get_sandbox is not Environment.get_sandbox:
         findings.append(await check.siblings())
-        hung = await check.play(call=("shell", {"command": "sleep 100000", "timeout": HANGING_S}))
-        findings.append(check.finding("a tool that hangs ends", hung.observation.metrics["seconds"] < MOST_S, hung))
+        findings.append(await check.hangs())
     if hasattr(sample, "plant_reward"):
         planted = await check.play(_call("plant_reward"))
         findings.append(check.fails("a planted reward does not count", planted))
@@ -154,6 +153,18 @@ class _Check:
             result.reward_error is not None and not result.reward_error_is_infrastructure
         )
         return self.finding(name, is_graded and not self.succeeded(result), result)
+
+    async def hangs(self) -> Finding:
+        """Let the tool `shell` hang."""
+        name = "a tool that hangs ends"
+        hanging = self.play(call=("shell", {"command": "sleep 100000", "timeout": HANGING_S}))
+        try:
+            result = await asyncio.wait_for(hanging, MOST_S)
+        except asyncio.TimeoutError:
+            return Finding(name, "failed", f"it runs for {MOST_S:g} seconds")
+        if result.observation.metrics["tools"].get("shell", {}).get("seconds", 0.0) < 0.5 * HANGING_S:
+            return Finding(name, "not tried", "no tool `shell` has run")
+        return self.finding(name, result.termination_reason is TerminationReason.TASK_COMPLETE, result)
 
     async def siblings(self) -> Finding:
         """Let two episodes write files at once, and look for those of the other."""

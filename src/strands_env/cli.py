@@ -125,11 +125,12 @@ def build_parser() -> terminal.Parser:
         "play agents in an environment, and see whether it rewards what it should",
         "Play agents that do nothing, do the solution, hang, or write a reward themselves, on each task, without a "
         "model. Exit with 1 if something does not hold.",
-        "example:\n  strands-env check --env harbor --dataset tasks --reward env",
+        "example:\n  strands-env check --env harbor --dataset tasks",
     )
     for title in ("tasks", "environment"):
         for name, option in _OPTIONS[title].items():
             _add(checking, name, *option)
+    checking.set_defaults(reward=OWN_REWARD)
     report = add(
         report_metrics,
         "report DIR [OPTIONS]",
@@ -494,7 +495,11 @@ def check_env(arguments: argparse.Namespace) -> int:
     code = 0
     for number, action in enumerate(actions, 1):
         say(paint(f"{action.task_context.id or f'task {number}'}", "bold"))
-        for finding in asyncio.run(check_environment(make, action)):
+        try:
+            findings = asyncio.run(check_environment(make, action))
+        except ValueError as error:
+            raise UsageError(error) from error
+        for finding in findings:
             detail = f" ({finding.detail})" if finding.detail else ""
             say(f"  {paint(f'{finding.verdict:<9}', colors[finding.verdict])}  {finding.name}{detail}")
             code = FAILED if finding.verdict == "failed" else code

@@ -16,7 +16,8 @@ from pathlib import Path
 from strands_env.sandbox.dockerfile import ARCHITECTURE
 
 PROGRAMS = (
-    "sh", "bash", "cat", "chmod", "find", "id", "ls", "ln", "mkdir", "mkfifo", "mv", "rm", "sleep", "stat", "touch",
+    "sh", "base64", "bash", "cat", "chmod", "dirname", "find", "id", "ls", "ln", "mkdir", "mkfifo", "mv", "rm", "sleep",
+    "stat", "touch",
 )  # fmt: skip
 LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"

@@ -630,7 +630,7 @@ class Environment(Identified):
             }
             result = await agent.invoke_async(messages, invocation_state=state, limits=limits)
             messages = None
-            if result.stop_reason == "end_turn":
+            if result.stop_reason in ("end_turn", "stop_sequence"):
                 with new_trajectory(agent.model):  # for a user that is the same model
                     messages = await invoke(self.next_user_message, action, agent.messages)
             if messages is None and result.stop_reason != "limit_turns":

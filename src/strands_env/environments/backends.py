@@ -32,8 +32,10 @@ class EndOnBackendErrors(HookProvider):
         registry.add_callback(AfterToolCallEvent, self._check)
 
     async def _check(self, event: AfterToolCallEvent) -> None:
-        error = event.exception
-        if isinstance(error, BackendError):  # Strands calls the hook again with what it raised
-            raise error
-        if isinstance(error, self._errors):
-            raise BackendError(f"{event.tool_use['name']}: {error}") from error
+        error: BaseException | None = event.exception
+        while error is not None:  # Strands' own tools raise errors of theirs from it
+            if isinstance(error, BackendError):  # Strands calls the hook again with what it raised
+                raise error
+            if isinstance(error, self._errors):
+                raise BackendError(f"{event.tool_use['name']}: {error}") from error
+            error = error.__cause__

@@ -6,15 +6,19 @@ without a proxy that has to find out. Its tools run in the trial's environment, 
 
 from __future__ import annotations
 
-import asyncio
+import base64
 import importlib
+import inspect
 import json
+import math
+import shlex
+import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Literal
 
 from harbor.agents.base import BaseAgent
 from harbor.agents.capabilities import AgentCapabilities
-from harbor.environments.base import BaseEnvironment
+from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.models.agent.context import AgentContext
 from harbor.models.agent.rollout_detail import RolloutDetail
 from strands.sandbox import ExecutionResult, PosixShellSandbox, StreamChunk
@@ -31,6 +35,9 @@ from ..core import Action, Environment, ModelFactory, StepResult
 from ..core.models import sglang_model_factory
 from ..environments.backends import BackendError
 from ..environments.world import SandboxedEnvironment, shown, timed_out
+
+LEAVE_S = 10
+PIECE = 60_000  # bytes of a file in one command, which Linux limits to 128 KiB
 
 Details = Literal["all", "single", "none"]
 """Which sequences of an episode `rollout_details` has. Some consumers take exactly one, so `single` refuses several."""
@@ -50,7 +57,7 @@ class StrandsAgent(BaseAgent):
     Examples:
         ```bash
         harbor run -p tasks -e strands_env.harbor:WorldEnvironment -a strands_env.harbor:StrandsAgent \
-            --ak server=http://localhost:30000 --ak tokenizer=Qwen/Qwen3-8B --ak max_turns=50
+            --ak server=http://localhost:30000 --ak tokenizer=Qwen/Qwen3-8B --ak 'options={"max_turns": 50}'
         ```
     """
 
@@ -86,6 +93,9 @@ class StrandsAgent(BaseAgent):
             ValueError: There is neither a model nor the address of a server.
         """
         super().__init__(*args, **kwargs)
+        unknown = sorted(set(kwargs) - set(inspect.signature(BaseAgent.__init__).parameters))
+        if unknown:  # Harbor accepts them, and trainers pass those of Harbor's own agents
+            self.logger.warning("unknown=<%s> | arguments without effect: see --ak options", ", ".join(unknown))
         if model_factory is None:
             if server is None:
                 raise ValueError("pass --ak server=URL and --ak tokenizer=PATH, or --ak model_factory=module:name")
@@ -126,11 +136,15 @@ class StrandsAgent(BaseAgent):
         finally:  # also if Harbor's timeout cancels it
             if episode.last_result is not None:
                 self._record(episode.last_result, context)
-            await forget_rewards(environment)
+            await leave(environment)
         if OUTCOMES[result.termination_reason].reward is RewardRule.NONE:
             raise EpisodeFailedError(f"{result.termination_reason.value}: {result.error}")
-        if self._details == "single" and len(context.rollout_details or ()) != 1:
-            raise EpisodeFailedError(f"the episode has {len(context.rollout_details or ())} token sequences, not one")
+        if self._details == "single":
+            details = context.rollout_details or []
+            if len(details) != 1:
+                raise EpisodeFailedError(f"the episode has {len(details)} token sequences, not one")
+            if not all(map(all, details[0]["extra"]["loss_mask"])):
+                raise EpisodeFailedError("the episode has sampled tokens that must not be trained")
 
     def _record(self, result: StepResult, context: AgentContext) -> None:
         trajectory = result.observation.trajectory
@@ -146,10 +160,12 @@ class StrandsAgent(BaseAgent):
         context.n_output_tokens = metrics["sampled_tokens"]
         if trajectory is None:
             return
-        if self._details != "none":
-            context.rollout_details = rollout_details(trajectory)
         trajectory.save(self.logs_dir / "strands-sglang.trajectory.jsonl")
-        if any(turn.is_answered for turn in trajectory.turns):
+        if any(turn.images is not None for turn in trajectory.turns):
+            self.logger.warning("the episode has images: its tokens are in its trajectory only")
+        elif any(turn.is_answered for turn in trajectory.turns):
+            if self._details != "none":
+                context.rollout_details = rollout_details(trajectory)
             # A cancellation is Harbor's timeout, after which it grades, or the end of the job; Harbor knows which.
             is_cancelled = result.termination_reason is TerminationReason.CANCELLED
             document = to_atif(
@@ -168,9 +184,19 @@ def _imported(target: Any) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-async def forget_rewards(environment: BaseEnvironment) -> None:
-    """Remove a reward that the agent has written where the verifier writes it; Harbor 0.24 would read it."""
-    await environment.exec("rm -rf /logs/verifier/reward.txt /logs/verifier/reward.json", user="root")
+async def leave(environment: BaseEnvironment) -> bool:
+    """Remove a reward that the agent has written, which Harbor 0.24 would read.
+
+    Returns:
+        Whether the environment answers; if it is only slow, that may be the agent's doing.
+    """
+    began = time.monotonic()
+    try:
+        command = "rm -rf /logs/verifier/reward.txt /logs/verifier/reward.json"
+        await environment.exec(command, user="root", timeout_sec=LEAVE_S)
+    except Exception:  # each environment has its own
+        return time.monotonic() - began >= LEAVE_S
+    return True
 
 
 def rollout_details(trajectory: Trajectory) -> list[RolloutDetail]:
@@ -186,7 +212,7 @@ def rollout_details(trajectory: Trajectory) -> list[RolloutDetail]:
     details: list[RolloutDetail] = []
     seen: set[str] = set()
     for leaf in leaves:
-        detail = RolloutDetail(prompt_token_ids=[], completion_token_ids=[], logprobs=[], extra={})
+        detail = RolloutDetail(prompt_token_ids=[], completion_token_ids=[], extra={})
         for turn in leaf.path():
             record = records.get(str(turn.index))
             if record is None:
@@ -195,7 +221,8 @@ def rollout_details(trajectory: Trajectory) -> list[RolloutDetail]:
             mask = record["loss_mask"][len(record["prompt_token_ids"]) :]
             detail["prompt_token_ids"].append(record["prompt_token_ids"])
             detail["completion_token_ids"].append(record["completion_token_ids"])
-            detail["logprobs"].append(record["per_token_logps"])
+            if turn.generation is not None and turn.generation.logprobs is not None:
+                detail.setdefault("logprobs", []).append(record["per_token_logps"])
             for name, value in (
                 ("loss_mask", [0] * sampled if record["node_id"] in seen else mask),
                 ("weight_versions", record["metadata"]["weight_versions"]),
@@ -224,6 +251,20 @@ class HarborSandbox(PosixShellSandbox):
         """Return the tools `shell` and `file_editor`."""
         return [make_shell(sandbox=self), make_file_editor(sandbox=self)]
 
+    async def _exec(
+        self, command: str, timeout: float | None = None, cwd: str | None = None, env: dict[str, str] | None = None
+    ) -> ExecResult:
+        seconds = None if timeout is None or math.isinf(timeout) else max(1, math.ceil(timeout))
+        began = time.monotonic()
+        try:
+            return await self.environment.exec(command, cwd=cwd, env=env, timeout_sec=seconds)
+        except ValueError:  # the command is longer than the system allows
+            raise
+        except Exception as error:  # each environment has its own
+            if seconds is not None and time.monotonic() - began >= seconds:
+                raise timed_out(seconds, "", "") from error
+            raise BackendError(str(error)) from error
+
     @override
     async def execute_streaming(
         self,
@@ -234,20 +275,34 @@ class HarborSandbox(PosixShellSandbox):
         env: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[StreamChunk | ExecutionResult, None]:
-        """Run a shell command as the trial's user; yield its output and its result.
+        """Run a shell command as the trial's user; yield its output and its result, as for `WorldSandbox`.
 
         Raises:
             SandboxTimeoutError: It ran for longer than `timeout` seconds.
+            BackendError: The environment failed.
         """
-        seconds = None if timeout is None else max(1, round(timeout))
-        try:
-            ran = await self.environment.exec(command, cwd=cwd, env=env, timeout_sec=seconds)
-        except (RuntimeError, asyncio.TimeoutError) as error:  # each environment has its own
-            if isinstance(error, asyncio.TimeoutError) or "timed out" in str(error).lower():
-                raise timed_out(timeout or 0, "", "") from error
-            raise BackendError(str(error)) from error
+        ran = await self._exec(command, timeout, cwd, env)
         stdout, stderr = shown(ran.stdout or ""), shown(ran.stderr or "")
         for text, stream in ((stdout, "stdout"), (stderr, "stderr")):
             if text:
                 yield StreamChunk(text, stream)  # type: ignore[arg-type]
         yield ExecutionResult(ran.return_code, stdout, stderr)
+
+    @override
+    async def read_file(self, path: str, **kwargs: Any) -> bytes:
+        """Return the content of a file."""
+        ran = await self._exec(f"base64 < {shlex.quote(path)}")
+        if ran.return_code != 0:
+            raise FileNotFoundError(ran.stderr or f"no file {path}")
+        return base64.b64decode(ran.stdout or "")
+
+    @override
+    async def write_file(self, path: str, content: bytes, **kwargs: Any) -> None:
+        """Write a file, and the folders that it needs."""
+        quoted = shlex.quote(path)
+        pieces = [base64.b64encode(content[at : at + PIECE]).decode() for at in range(0, len(content), PIECE)]
+        commands = [f"echo {piece} | base64 -d >> {quoted}" for piece in pieces]
+        for command in (f'mkdir -p "$(dirname {quoted})" && : > {quoted}', *commands):
+            ran = await self._exec(command)
+            if ran.return_code != 0:
+                raise OSError(ran.stderr or f"{path} cannot be written")

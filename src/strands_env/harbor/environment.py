@@ -26,11 +26,11 @@ from ..core import Action, ModelFactory, RewardError, RewardFunction, RewardResu
 from ..core.supervision import queued
 from ..environments.backends import BackendError
 from ..environments.world import SandboxedEnvironment
-from .agent import HarborSandbox, forget_rewards
+from .agent import HarborSandbox, leave
 
 IN_A_WORLD = {"import_path": "strands_env.harbor:WorldEnvironment"}
 FOREVER_S = 1e9
-OF_VERIFIER = {"RewardFileNotFoundError", "RewardFileEmptyError", "VerifierOutputParseError", "VerifierTimeoutError"}
+NOT_STARTED = {"SandboxBuildFailedError", "EnvironmentStartTimeoutError", "HealthcheckError"}
 
 
 def harbor_tasks(folder: str | Path) -> list[Action]:
@@ -47,12 +47,19 @@ def harbor_tasks(folder: str | Path) -> list[Action]:
 
 
 def harbor_task(path: Path) -> Action:
-    """Return a task's action: its instruction, the first one of a task with several steps."""
-    task = Task(path)
-    steps = task.config.steps or []
-    instruction = task.step_instruction(steps[0].name) if task.has_steps else task.instruction
-    context = {"id": task.name, "harbor_task": str(path.resolve())}
-    return Action(message=instruction, task_context=TaskContext.model_validate(context))
+    """Return a task's action: its instruction, the first one of a task with several steps.
+
+    The episode of a task that Harbor refuses ends with the reason.
+    """
+    context = {"id": path.name, "harbor_task": str(path.resolve())}
+    try:
+        task = Task(path)
+        steps = task.config.steps or []
+        message = task.step_instruction(steps[0].name) if steps else task.instruction
+        context["id"] = task.name
+    except Exception as error:  # Harbor has many kinds
+        message = f"(Harbor refuses this task: {error})"
+    return Action(message=message, task_context=TaskContext.model_validate(context))
 
 
 class HarborEnvironment(SandboxedEnvironment):
@@ -76,7 +83,7 @@ class HarborEnvironment(SandboxedEnvironment):
     def __init__(
         self,
         model_factory: ModelFactory,
-        *args: Any,
+        *,
         environment: Mapping[str, Any] | None = None,
         reward: str = "reward",
         trials: str | Path | None = None,
@@ -86,18 +93,23 @@ class HarborEnvironment(SandboxedEnvironment):
 
         Args:
             model_factory: Function that returns the model of a step, as for `Environment`.
-            *args: Other positional arguments of `Environment`.
             environment: Where tasks run, as in the configuration of Harbor's jobs, such as `{"type": "docker"}`; None
                 for worlds.
             reward: Which of the verifier's rewards counts.
             trials: Folder in which trials leave their files; None for a temporary one.
             **kwargs: Other keyword arguments of `Environment`. An episode has the time of its task unless
                 `episode_timeout` is given.
+
+        Raises:
+            ValueError: A reward function is given, or Harbor has no such environment.
         """
-        kwargs.setdefault("reward_fn", HarborReward(self, reward))
-        kwargs.setdefault("reward_timeout", None)  # the task has its own
-        super().__init__(model_factory, *args, **kwargs)
+        if kwargs.get("reward_fn") is not None:
+            raise ValueError("its reward is Harbor's verifier: pass no reward_fn, on the command line --reward env")
+        kwargs = {"max_tool_iterations": None, "reward_timeout": None, **kwargs}  # the task has its own limits
+        super().__init__(model_factory, **kwargs)
+        self.reward_fn = HarborReward(self, reward)
         self.environment = dict(environment or IN_A_WORLD)
+        EnvironmentConfig.model_validate(self.environment)
         self._trials = trials
         self._timeout = self.episode_timeout
         self._trial: _Trial | None = None
@@ -123,10 +135,14 @@ class HarborEnvironment(SandboxedEnvironment):
             raise ValueError("the action is not a task of Harbor: take those of harbor_tasks(FOLDER)")
         if self._is_running:
             raise RuntimeError("an episode runs: create one HarborEnvironment per episode")
-        self._task = Task(Path(path))
-        config = self._task.config
-        seconds = [each.agent.timeout_sec for each in config.steps or (config,)]
-        self.episode_timeout = self._timeout or (None if None in seconds else sum(seconds))
+        self._refusal: Exception | None = None
+        try:
+            self._task = Task(Path(path))
+            config = self._task.config
+            seconds = [each.agent.timeout_sec or config.agent.timeout_sec for each in config.steps or (config,)]
+            self.episode_timeout = self._timeout or (None if None in seconds else sum(seconds))
+        except Exception as error:  # Harbor has many kinds; `reset` raises it
+            self._refusal = error
         self._is_running = True
         try:
             return await super().step(action)
@@ -136,7 +152,9 @@ class HarborEnvironment(SandboxedEnvironment):
     @override
     async def reset(self) -> None:
         """Start a trial, and wait until it hands its environment to the agent."""
-        self._trial = _Trial(self._task, self.environment, self._trials)
+        if self._refusal is not None:
+            raise BackendError(f"Harbor refuses the task: {self._refusal}") from self._refusal
+        self._trial = _Trial(self._task, EnvironmentConfig.model_validate(self.environment), self._trials)
         with queued():  # the task's time begins with its agent
             self.sandbox = HarborSandbox(await self._trial.environment())
 
@@ -144,7 +162,10 @@ class HarborEnvironment(SandboxedEnvironment):
     async def next_user_message(self, action: Action, messages: Sequence[Message]) -> str | None:
         """Return the instruction of the next step, once the last one is graded."""
         assert self._trial is not None
-        return await self._trial.next_instruction() if self._task.has_steps else None
+        if not self._task.has_steps:
+            return None
+        with queued():  # grading is not the agent's time
+            return await self._trial.next_instruction()
 
     async def solve(self) -> None:
         """Do what the task's solution does, in place of the agent; for `strands-env check`."""
@@ -153,7 +174,7 @@ class HarborEnvironment(SandboxedEnvironment):
 
     async def plant_reward(self) -> None:
         """Write a reward where the verifier writes it, as an agent could; for `strands-env check`."""
-        await self.get_sandbox().execute("echo 1 > /logs/verifier/reward.txt")
+        await self.get_sandbox().execute("cd /logs/verifier; echo 1 > reward.txt; echo '{\"reward\": 1}' > reward.json")
 
     @override
     async def cleanup(self) -> None:
@@ -209,6 +230,7 @@ class Visitor(BaseAgent):
         arrived: Instruction and environment of each step.
         left: Whether the agent has ended its turn.
         is_over: Whether the agent does no further steps.
+        is_alive: Whether the environment answered when the agent left.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -217,6 +239,7 @@ class Visitor(BaseAgent):
         self.arrived: asyncio.Queue[tuple[str, BaseEnvironment]] = asyncio.Queue()
         self.left = asyncio.Event()
         self.is_over = False
+        self.is_alive = True
 
     @staticmethod
     @override
@@ -240,13 +263,13 @@ class Visitor(BaseAgent):
         self.left.clear()
         self.arrived.put_nowait((instruction, environment))
         await self.left.wait()
-        await forget_rewards(environment)
+        self.is_alive = await leave(environment)
 
 
 class _Trial:
     """A running trial of Harbor."""
 
-    def __init__(self, task: Task, environment: Mapping[str, Any], folder: str | Path | None) -> None:
+    def __init__(self, task: Task, environment: EnvironmentConfig, folder: str | Path | None) -> None:
         self._temporary = tempfile.mkdtemp(prefix="trials-") if folder is None else None
         self._task = task
         config = TrialConfig(
@@ -254,7 +277,7 @@ class _Trial:
             trial_name=f"{task.short_name[:32]}__{uuid.uuid4().hex[:7]}",
             trials_dir=Path(self._temporary or str(folder)),
             agent=AgentConfig(import_path=f"{__name__}:Visitor", override_timeout_sec=FOREVER_S),
-            environment=EnvironmentConfig.model_validate(dict(environment)),
+            environment=environment.model_copy(deep=True),
         )
         self._trial: Any = None
         self._oracle: OracleAgent | None = None
@@ -291,7 +314,7 @@ class _Trial:
         if self._here is not None:
             return self._here[1]
         try:
-            failure: Any = (await self._running).exception_info
+            failure = _failure_of(await self._running)
         except Exception as error:  # of a task that Harbor refuses
             raise BackendError(f"Harbor refuses the task: {type(error).__name__}: {error}") from error
         raise BackendError(self._told(failure))
@@ -319,15 +342,17 @@ class _Trial:
         self._trial.agent.is_over = True
         self._trial.agent.left.set()
         result = await asyncio.shield(self._running)
-        if result.verifier_result is not None and result.verifier_result.rewards is not None:
+        failure = _failure_of(result)
+        if failure is None and result.verifier_result is not None and result.verifier_result.rewards is not None:
             return result.verifier_result.rewards
-        failure = result.exception_info
-        if failure is None:
-            raise RewardError("the task has no verifier", is_infrastructure=True)
-        raise RewardError(self._told(failure), is_infrastructure=failure.exception_type not in OF_VERIFIER)
+        # Nearly everything else that fails in the agent's environment may be the agent's doing.
+        is_machines = not self._trial.agent.is_alive or (failure is not None and failure.exception_type in NOT_STARTED)
+        raise RewardError(self._told(failure), is_infrastructure=is_machines)
 
     def _told(self, failure: Any) -> str:
         """Return what failed, without the folder of the trial, so that equal causes have equal messages."""
+        if failure is None:
+            return "the task has no verifier"
         folder = f"{self._trial.paths.trial_dir}/"
         return f"{failure.exception_type}: {failure.exception_message.replace(folder, '')}"
 
@@ -338,3 +363,9 @@ class _Trial:
             await self._running
         if self._temporary is not None:
             await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
+
+
+def _failure_of(result: TrialResult) -> Any:
+    """Return what failed in a trial, or in its first step that failed."""
+    failures = [result.exception_info, *(step.exception_info for step in result.step_results or ())]
+    return next(filter(None, failures), None)

@@ -69,6 +69,8 @@ class EvaluatorReward(RewardFunction):
             with new_trajectory(getattr(self.evaluator, "model", None)):  # it is dropped
                 rows = await self.evaluator.evaluate_async(data)
             judged = [row for row in map(EvaluationOutput.model_validate, rows) if not row.not_applicable]
+            if not judged:
+                raise ValueError("it is not applicable")
             score = sum(row.score for row in judged) / len(judged)
         except Exception as error:
             message = f"{type(self.evaluator).__name__} gave no score: {error!r}"

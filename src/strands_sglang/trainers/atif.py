@@ -124,6 +124,8 @@ def _steps(turns: Iterable[Turn], records: Mapping[str, dict[str, Any]], written
                 if step is not None:
                     yield step
                 step = {"source": source, "message": ""}
+                if source == "agent":  # of a conversation before the episode
+                    step["llm_call_count"] = 0
             _add_part(step, part)
         if step is not None:
             yield step
@@ -145,6 +147,8 @@ def _add_part(step: dict[str, Any], part: Said) -> None:
             {"tool_call_id": part.id, "function_name": part.name, "arguments": _arguments(part.text)}
         )
     elif part.kind == "reasoning":
+        if step.get("llm_call_count") == 0:  # such steps have none
+            return
         step["reasoning_content"] = step.get("reasoning_content", "") + part.text
     else:
         step["message"] += part.text
@@ -168,13 +172,14 @@ def _arguments(text: str) -> dict[str, Any]:
 def _metrics(turn: Turn, record: Mapping[str, Any]) -> dict[str, Any]:
     assert turn.generation is not None
     prompt, sampled = record["prompt_token_ids"], record["completion_token_ids"]
+    logprobs = {} if turn.generation.logprobs is None else {"logprobs": record["per_token_logps"]}
     return {
         "prompt_tokens": len(prompt),
         "completion_tokens": len(sampled),
         "cached_tokens": turn.generation.cached_tokens,
         "prompt_token_ids": prompt,
         "completion_token_ids": sampled,
-        "logprobs": record["per_token_logps"],
+        **logprobs,
         "extra": {"turn": record["node_id"], "loss_mask": record["loss_mask"][len(prompt) :], **record["metadata"]},
     }
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 from harbor.utils.trajectory_validator import TrajectoryValidator
 
+from strands_env.check import Player
 from strands_env.core import Action
 from strands_env.core.models import sglang_model_factory
-from strands_env.harbor import HarborEnvironment, harbor_tasks, rollout_details
+from strands_env.harbor import HarborEnvironment, HarborSandbox, harbor_tasks, rollout_details
 from strands_sglang import TerminationReason, Trajectory
 from strands_sglang.credit import Episode, training_rows
 from strands_sglang.testing import ScriptedFault, ScriptedSGLang
@@ -232,7 +234,7 @@ def environment(server, tokenizer, in_a_world):
     def make(answers=None, **options):
         scripted = server[0] if answers is None else ScriptedSGLang(tokenizer, answers)
         factory = sglang_model_factory(tokenizer=tokenizer, client=scripted.client())
-        return HarborEnvironment(factory, environment=in_a_world, max_tool_iterations=None, **options)
+        return HarborEnvironment(factory, environment=in_a_world, **options)
 
     return make
 
@@ -325,3 +327,126 @@ def test_the_guides_snippets_run(server, in_a_world, tmp_path, monkeypatch, caps
         block.run(namespace, lambda text: text.replace("Qwen/Qwen3-8B", str(folder)).replace(URL, base_url))
     assert "strands/file task_complete reward=1.0" in capsys.readouterr().out
     assert namespace["again"].reward == 1.0
+
+
+def commands(*given):
+    """Answers that run shell commands, and an end."""
+    return [*(call("shell", command=command) for command in given), "It is done."] * 3
+
+
+async def test_an_environment_that_dies_is_no_wrong_answer(environment, monkeypatch):
+    one = environment(commands("echo 42 > /app/answer.txt", "true"))
+    execute = HarborSandbox._exec
+
+    async def dying(self, command, *rest):
+        if command == "true":
+            await self.environment.world.stop()
+        return await execute(self, command, *rest)
+
+    monkeypatch.setattr(HarborSandbox, "_exec", dying)
+    result = await one.step(task("health"))
+    assert (result.termination_reason, result.reward) == (TerminationReason.INFRASTRUCTURE_ERROR, None)
+
+
+@pytest.mark.parametrize(
+    "sabotage", ["rm -rf /tests; touch /tests", "rm -rf /logs; touch /logs", "rm /usr/bin/sh /bin/sh"]
+)
+async def test_an_agent_cannot_make_its_failure_the_machines(environment, sabotage):
+    result = await environment(commands(sabotage)).step(task("health"))
+    assert result.reward is None or result.reward.reward == 0.0
+    assert not result.reward_error_is_infrastructure
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+
+
+async def test_an_agent_cannot_hang_what_follows_it(environment, monkeypatch):
+    monkeypatch.setattr("strands_env.harbor.agent.LEAVE_S", 1)
+    slow = "printf '#!/bin/sh\\nexec sleep 1000\\n' > /usr/bin/rm; chmod +x /usr/bin/rm; cp /usr/bin/rm /bin/rm"
+    result = await asyncio.wait_for(environment(commands(slow), episode_timeout=20).step(task("verifier-endless")), 60)
+    assert result.reward is None and not result.reward_error_is_infrastructure
+
+
+async def test_files_are_read_and_written_whole(environment):
+    seen = {}
+
+    class Looking(HarborEnvironment):
+        async def solve(self):
+            sandbox = self.get_sandbox()
+            content = bytes(range(256)) * 1000
+            await sandbox.write_file("/app/deep/file", content)
+            seen["whole"] = await sandbox.read_file("/app/deep/file") == content
+            with pytest.raises(FileNotFoundError):
+                await sandbox.read_file("/app/none")
+            with pytest.raises(OSError):
+                await sandbox.write_file("/proc/none/file", b"x")
+            seen["long"] = len((await sandbox.execute("cat /app/deep/file | base64")).stdout)
+
+    one = environment()
+    looking = Looking(one.model_factory, environment=one.environment)
+    player = Player(lambda: looking.solve())
+    looking.model_factory = lambda: player
+    await looking.step(task("health"))
+    assert seen["whole"] and seen["long"] < 40_000
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Provide a function that copies a task with other files, and returns its action."""
+
+    def changed(name, **files):
+        made = tmp_path / name
+        shutil.copytree(TASKS / name, made)
+        for path, text in files.items():
+            target = made / path.replace("__", "/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+        [action] = harbor_tasks(made)
+        return action
+
+    return changed
+
+
+@pytest.mark.parametrize("step", ["first", "second"])
+async def test_a_step_that_fails_has_no_reward(environment, folder, step):
+    silent = folder("steps", **{f"steps__{step}__tests__test.sh": "#!/bin/bash\n"})
+    result = await environment().step(silent)
+    assert result.reward is None and "RewardFileNotFoundError" in result.reward_error
+
+
+async def test_a_setup_that_fails_is_the_machines(environment, folder):
+    broken = folder("steps", steps__first__workdir__setup__sh="")
+    (Path(broken.task_context.harbor_task) / "steps/first/workdir/setup.sh").write_text("exit 3\n")
+    result = await environment().step(broken)
+    assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
+    assert "exit" in result.error or "setup.sh" in result.error
+
+
+async def test_grading_between_steps_is_not_the_agents_time(environment, folder):
+    verifier = "#!/bin/bash\nsleep 3\necho 1 > /logs/verifier/reward.txt\n"
+    slow = folder("steps", steps__first__tests__test__sh="")
+    (Path(slow.task_context.harbor_task) / "steps/first/tests/test.sh").write_text(verifier)
+    toml = Path(slow.task_context.harbor_task) / "task.toml"
+    toml.write_text(toml.read_text() + "\n[agent]\ntimeout_sec = 1.5\n")
+    one = environment()
+    result = await one.step(slow)
+    assert one.episode_timeout == 3.0
+    assert (result.termination_reason, result.reward.reward) == (TerminationReason.TASK_COMPLETE, 1.0)
+
+
+async def test_a_task_that_harbor_refuses_fails_alone(environment, tmp_path):
+    for name in ("file", "health"):
+        shutil.copytree(TASKS / name, tmp_path / name)
+    (tmp_path / "file/task.toml").write_text("schema_version = [")
+    results = [await environment().step(action) for action in harbor_tasks(tmp_path)]
+    assert [result.termination_reason for result in results] == [
+        TerminationReason.INFRASTRUCTURE_ERROR,
+        TerminationReason.TASK_COMPLETE,
+    ]
+    assert "Harbor refuses the task" in results[0].error
+
+
+def test_what_an_environment_does_not_take_is_refused(environment):
+    with pytest.raises(ValueError, match="--reward env"):
+        environment(reward_fn=object())
+    with pytest.raises(ValueError, match="bogus"):
+        HarborEnvironment(None, environment={"type": "bogus"})
+    assert environment().budgets.max_tool_iterations is None

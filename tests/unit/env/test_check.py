@@ -5,10 +5,11 @@ import json
 import pytest
 
 from strands_env import cli
-from strands_env.check import check_environment
+from strands_env.check import Player, check_environment
 from strands_env.core import Action, RewardResult, TaskContext
 from strands_env.environments import CalculatorEnvironment, WorldEnvironment
 from strands_env.rewards import ExactMatchReward
+from strands_sglang import TerminationReason
 from support.worlds import needs_worlds, worlds_folder
 
 folder = pytest.fixture(autouse=True)(worlds_folder)
@@ -122,6 +123,18 @@ async def test_siblings_that_share_a_sandbox_see_each_other():
         assert (await verdicts(Shared))["siblings do not see each other"] == "failed"
     finally:
         await shared.cleanup()
+
+
+@needs_worlds
+async def test_a_world_that_dies_ends_the_episode_without_a_reward():
+    class Dies(Answers):
+        async def reset(self):
+            await super().reset()
+            await self.world.stop()
+
+    result = await Dies(lambda: Player(call=("shell", {"command": "true"}))).step(TASK)
+    assert (result.termination_reason, result.reward) == (TerminationReason.INFRASTRUCTURE_ERROR, None)
+    assert "the world is not running" in result.error
 
 
 async def test_what_an_environment_does_not_have_is_not_tried():
