@@ -170,7 +170,7 @@ def watch(folder: str | Path, *, seconds: float = 1.0, success_threshold: float 
     view = look()
     if console.is_terminal and not console.is_dumb_terminal:
         layout = Layout()
-        layout.split_column(Layout(name="view"), Layout(Text("q or Ctrl-C to stop"), size=1))
+        layout.split_column(Layout(name="view"), Layout("q or Ctrl-C to stop", size=1))
         with (
             contextlib.suppress(KeyboardInterrupt),
             stop_key() as is_pressed,
