@@ -143,8 +143,9 @@ def build_parser() -> terminal.Parser:
         "watch DIR [OPTIONS]",
         "show an evaluation or a training run while it is written",
         "Show how fast an evaluation runs, when it will be done, its metrics, failures and slowest episodes, until it "
-        "is done or Ctrl-C is pressed. DIR may also be a training run with a metrics.csv. The files are only read. "
-        "Where standard output is not a terminal, print the state once.",
+        "is done, or q or Ctrl-C is pressed. DIR may also be a training run with a metrics.csv. The files are only "
+        "read. Where standard output is not a terminal, print the state once. The exit code is 1 if it ended with "
+        "dropped samples, or nothing runs it any more.",
         f"example:\n  strands-env watch results/qwen3-8b\n\n{SEE_ALSO}",
     )
     track = add(
@@ -579,8 +580,10 @@ def watch_run(arguments: argparse.Namespace) -> int:
     except OSError as error:  # standard output cannot be written
         return terminal.NO_READER if isinstance(error, BrokenPipeError) else say(code=FAILED)
     if view is None:
+        if not Path(arguments.folder).exists():
+            raise UsageError(f"{arguments.folder} does not exist")
         raise UsageError(f"{arguments.folder}: neither results of an evaluation nor metrics.csv of a training run")
-    return 0
+    return FAILED if view.has_stopped else 0
 
 
 def track_run(arguments: argparse.Namespace) -> int:

@@ -7,19 +7,28 @@ a folder with `metrics.csv`: a header with the columns' names, then a line per s
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import math
+import os
+import select
+import shutil
+import signal
+import sys
+import termios
 import time
+import tty
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.layout import Layout
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -27,10 +36,19 @@ from rich.text import Text
 
 from strands_sglang import terminal
 from strands_sglang.credit import RowsFileError, TrainingRows
-from strands_sglang.shown import visible
+from strands_sglang.shown import counted, visible
 from strands_sglang.terminal import wrapped
 
-from .eval.checkpoint import CheckpointError, EvalSample, ResultsReader, read_status, results_file, side_file, time_span
+from .eval.checkpoint import (
+    CheckpointError,
+    EvalSample,
+    ResultsReader,
+    Status,
+    read_status,
+    results_file,
+    side_file,
+    time_span,
+)
 from .eval.metrics import (
     end_lines,
     headline,
@@ -46,10 +64,13 @@ WINDOW_S = 300.0
 BEGINS_WITHIN_S = 60.0
 """Seconds within which an evaluation that was just started or continued runs its first sample."""
 
+SILENT_TIMES, SILENT_S = 3, 30.0
+"""What takes this many times as long as the slowest before it, and this many seconds, hangs."""
+
 SLOWEST = 3
 STEPS_SHOWN = 8
-FIRST_COLUMNS = ("step", "version", "reward", "staleness_mean", "staleness_max", "seconds")
-"""Columns of a training run that are shown before others."""
+FIRST_COLUMNS = ("step", "reward", "kl", "clip", "gap")
+"""What the columns of a training run begin with that are shown before others."""
 
 _FAILURES = ("dropped", "errored", "last failure")
 """What lines about failures begin with."""
@@ -67,6 +88,7 @@ class View:
         total: All of them; None if it is unknown.
         lines: The text below the progress.
         is_over: Whether nothing more will come: it is done, or no process runs it.
+        has_stopped: Whether it is not done, and no process seems to run it.
         alarms: What needs a hand; shown above the text.
         headline: The number that matters most; shown above the progress.
     """
@@ -76,6 +98,7 @@ class View:
     total: int | None
     lines: list[str]
     is_over: bool = False
+    has_stopped: bool = False
     alarms: Sequence[str] = ()
     headline: str = ""
 
@@ -88,13 +111,16 @@ class View:
         ]
         if self.total:
             bar = Table.grid(padding=(0, 1))
-            shown = f"{self.done}/{self.total}"
             progress = ProgressBar(self.total, self.done, width=50, complete_style="blue", finished_style="green")
-            bar.add_row(progress, shown)
+            bar.add_row(progress, f"{self.done}/{self.total}")
             parts.append(bar)
         parts += [Text(line, style="red") for line in map(visible, self.alarms)]
+        is_red = False
         for line in map(visible, self.lines):
-            parts.append(Text(line, style="red" if line.startswith(_FAILURES) else ""))
+            is_red = line.startswith(_FAILURES) or is_red and line.startswith(" ")  # the rest of a wrapped line
+            text = Text(line, style="red" if is_red else "")
+            text.highlight_regex(r"(?<= )nan(?= |$)", "red")
+            parts.append(text)
         return Group(*parts)
 
 
@@ -113,9 +139,9 @@ def open_run(folder: str | Path) -> Callable[[float], View] | None:
 
 
 def watch(folder: str | Path, *, seconds: float = 1.0, success_threshold: float = 1.0) -> View | None:
-    """Show a run on the terminal until it is over or Ctrl-C is pressed; return the last view.
+    """Show a run on the terminal until it is over, or q or Ctrl-C is pressed; return the last view, None without a run.
 
-    If standard output is not a terminal, the view is printed once.
+    If standard output is not a terminal, or a dumb one, the view is printed once.
 
     Args:
         folder: Folder of an evaluation or of a training run.
@@ -126,8 +152,8 @@ def watch(folder: str | Path, *, seconds: float = 1.0, success_threshold: float 
         CheckpointError: The files are damaged.
     """
     console = Console(highlight=False, soft_wrap=False)
-    view: View | None = None
     read: Callable[[float], View] | None = None
+    began = time.monotonic()
 
     def look() -> View:
         nonlocal read
@@ -136,25 +162,51 @@ def watch(folder: str | Path, *, seconds: float = 1.0, success_threshold: float 
             if isinstance(read, EvaluationView):
                 read.success_threshold = success_threshold
         if read is None:
-            return View("nothing to watch yet", 0, None, wrapped(f"waiting for {folder}"))
+            lacks = "has nothing to watch" if Path(folder).exists() else "does not exist"
+            told = f"{folder} {lacks} yet: waiting for {duration(time.monotonic() - began)}, Ctrl-C to stop"
+            return View("nothing to watch yet", 0, None, wrapped(told))
         return read(time.time())
 
-    if not console.is_terminal:
-        view = look()
-        if read is not None:
-            console.print(view)
-        return None if read is None else view
-    try:
-        with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
-            while not (view and view.is_over):
+    view = look()
+    if console.is_terminal and not console.is_dumb_terminal:
+        layout = Layout()
+        layout.split_column(Layout(name="view"), Layout("q or Ctrl-C to stop", size=1))
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            stop_key() as is_pressed,
+            Live(layout, console=console, screen=True, auto_refresh=False) as live,
+        ):
+            while not view.is_over:
+                layout["view"].update(view)
+                live.refresh()
+                if is_pressed(seconds):
+                    break
                 view = look()
-                live.update(view, refresh=True)
-                if not view.is_over:
-                    time.sleep(seconds)
-    except KeyboardInterrupt:
-        pass
+    if read is None:
+        return None
     console.print(view)
     return view
+
+
+@contextlib.contextmanager
+def stop_key() -> Iterator[Callable[[float], bool]]:
+    """Yield a function that waits for q, at most so many seconds; the terminal does not show what is typed.
+
+    SIGTERM is like Ctrl-C meanwhile, so that the terminal is as before in the end.
+    """
+    keyboards = [sys.stdin.fileno()] if terminal.is_terminal(sys.stdin) else []
+    modes = {one: termios.tcgetattr(one) for one in keyboards}
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for one in keyboards:
+            tty.setcbreak(one)
+        yield lambda seconds: any(
+            b"q" in (os.read(one, 64) or b"q") for one in select.select(keyboards, [], [], seconds)[0]
+        )  # a terminal without bytes is closed
+    finally:
+        for one, mode in modes.items():
+            termios.tcsetattr(one, termios.TCSAFLUSH, mode)
+        signal.signal(signal.SIGTERM, handler)
 
 
 # --- an evaluation ---
@@ -183,46 +235,57 @@ class EvaluationView:
             CheckpointError: The files are damaged.
         """
         run, results = self._reader.read()
-        status = read_status(self._reader.path)
+        status = read_status(self._reader.path) or Status({}, 0)
         samples = list(chain.from_iterable(results.values()))
         finished, total = sum(sample.is_finished for sample in samples), len(run.sample_keys)
-        running = min(status.running, total - finished) if status else None
-        alarms: list[str] = []
-        is_over = finished >= total
-        if status is None and not is_over:
-            alarms = wrapped("no process runs this evaluation now: run the same command again to continue")
-            plan = side_file(results_file(self._reader.path), ".run.json")
-            is_over = now - plan.stat().st_mtime > BEGINS_WITHIN_S
-        for outage in status.outages if status else ():
-            alarms += wrapped(outage)
-        if self._shown[0] != (self._reader.state, running):
+        running = len(status.began)
+        first, last = time_span(self._reader.path, samples) or (0.0, 0.0)
+        took = duration(last - first)
+        has_ended = is_over = finished >= total
+        has_stopped = not is_over and not status.left
+        slow = max((sample.seconds for sample in samples if sample.is_finished), default=math.inf)
+        hung = [now - at for at in status.began.values() if now - at > max(SILENT_TIMES * slow, SILENT_S)]
+        alarms = [*status.outages]
+        if hung and not alarms:
+            told = f"running for {duration(min(hung))} or more, the slowest that ended took {duration(slow)}"
+            alarms = [f"{counted(len(hung), 'sample')} may hang: {told}"]
+        if has_stopped:
+            started = side_file(results_file(self._reader.path), ".run.json").stat().st_mtime
+            has_ended = len(samples) == total and last > started  # else another process has begun
+            is_over = has_ended or now - started > BEGINS_WITHIN_S
+            why = f"ended after {took}" if has_ended else "no process runs this evaluation now"
+            what = "retry them" if has_ended else "continue"
+            scored = f"{finished} of {total} scored, {len(samples) - finished} dropped"
+            alarms = [f"{why}: {scored}; run the same command again to {what}"]
+        key = (self._reader.state, running, status.left, has_ended, terminal.width())
+        if self._shown[0] != key:
             metrics = standard_metrics(
                 results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=self.success_threshold
             )
-            if running is not None:  # a dropped sample that runs again is both
-                metrics["running_samples"] = float(running)
-                metrics["queued_samples"] = max(0.0, metrics.pop("waiting_samples") - running)
+            if status.left:  # a dropped sample that runs again is both
+                metrics |= {"running_samples": running, "queued_samples": status.left - running, "waiting_samples": 0}
             slowest = sorted(samples, key=lambda sample: -sample.seconds)[:SLOWEST]
-            told = [f"{sample.name} {duration(sample.seconds)}" for sample in slowest]
+            named = [f"{sample.name} {duration(sample.seconds)}" for sample in slowest]
             counts = metric_lines(metrics)
             counts = counts[counts.index("") + 1 :]  # what runs comes first: a small screen has no room for the table
             head, *rows = metric_rows(metrics)
             rows = [row for row in rows if row[0] == "pass@1" or row[3] == str(len(results))]
             rows.sort(key=lambda row: row[0] not in ("pass@1", f"avg@{run.n_samples_per_prompt}"))
             lines = [*counts, *end_lines(results), "", *table_lines([head, *rows]), ""]
-            lines += wrapped(f"slowest: {', '.join(told)}") if told else []
+            lines += wrapped(f"slowest: {', '.join(named)}") if named else []
             score = headline(metrics)
-            if score and finished < total:
+            if score and not has_ended:
                 score = f"so far {score}"
-            self._shown = ((self._reader.state, running), lines, score)
+            self._shown = (key, lines, score)
         title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
-        if (span := time_span(self._reader.path, samples)) is not None:
-            took = duration(span[1] - span[0])
-            title += f", {took} so far" if finished < total else f", took {took}"
+        if last:
+            title += f", took {took}" if has_ended else f", {took} so far"
         # How long an outage lasts is unknown; and before each slot has ended once, the slow episodes are not seen.
-        missing = 0 if alarms or len(samples) < (running or 0) else total - finished
-        lines = [*pace_lines(samples, missing, now), *failure_lines(samples, now), *self._shown[1]]
-        return View(title, finished, total, lines, is_over, alarms, self._shown[2])
+        lines = pace_lines(samples, 0 if alarms or len(samples) < running else status.left, now)
+        longest = [f"{name} {duration(now - at)}" for name, at in status.began.items()]
+        lines += wrapped(f"running longest: {', '.join(longest[:SLOWEST])}") if longest else []
+        lines += [*failure_lines(samples, now), *self._shown[1]]
+        return View(title, finished, total, lines, is_over, has_stopped, alarms, self._shown[2])
 
 
 def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[str]:
@@ -261,9 +324,9 @@ def failure_lines(samples: Sequence[EvalSample], now: float) -> list[str]:
     return wrapped(f"last failure{ago}: {last.name}")
 
 
-def duration(seconds: float) -> str:
-    """Format a time, such as `1 h 05 min`."""
-    if seconds < 60 or not math.isfinite(seconds):
+def duration(seconds: float, least: float = 60.0) -> str:
+    """Format a time, such as `1 h 05 min`; below `least` in seconds."""
+    if seconds < least or not math.isfinite(seconds):
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
@@ -292,27 +355,23 @@ class TrainingView:
         """
         path = self._folder / "metrics.csv"
         names, steps = read_steps(path)
-        total = self._total()
-        lines = []
-        if steps:
-            changed = path.stat().st_mtime
-            lines += [*self._pace(steps, total, max(0.0, now - changed)), ""]
-            lines += [*step_table(names, steps[-STEPS_SHOWN:], width=terminal.width()), ""]
-        for name in ("reward", "staleness_mean"):
+        names, total = ranked(names, steps), self._total()
+        missing = max(0, (total or math.inf) - len(steps))
+        more = max(0, shutil.get_terminal_size().lines - 24) // 2
+        lines, alarms = self._pace(steps, missing, now)
+        if names and steps:
+            lines += ["", *step_table(names, steps[-STEPS_SHOWN - more :]), ""]
+        drawn = [name for name in names if name not in ("step", "version") and _finite(steps, name)]
+        for name in drawn[: 2 + more]:
+            finite = _finite(steps, name)
+            told = f"{finite[0]:.4g} -> {finite[-1]:.4g} ({min(finite):.4g} to {max(finite):.4g})"
             values = [step.get(name, math.nan) for step in steps]
-            finite = [value for value in values if math.isfinite(value)]
-            if finite:
-                low, high = min(finite), max(finite)
-                told = f"{finite[0]:.4g} -> {finite[-1]:.4g} ({low:.4g} to {high:.4g})"
-                if low == high:
-                    told = f"{low:.4g} in each step"
-                bars = spark(values[-max(1, terminal.width() - 17 - len(told)) :])
-                lines.append(f"{name:<15}{bars}  {told}"[: terminal.width()])
+            bars = spark(values[-max(1, terminal.width() - 17 - len(told)) :])
+            lines.append(f"{name[:14]:<15}{bars}  {told}"[: terminal.width()])
         lines += self._outcomes()
-        is_over = total is not None and len(steps) >= total
-        took = sum(step["seconds"] for step in steps if step.get("seconds", 0) > 0)
+        took = sum(_finite(steps, "seconds"))
         title = f"{self._folder.name}: training" + (f" for {duration(took)}" if took else "")
-        return View(title, len(steps), total, lines, is_over=is_over)
+        return View(title, len(steps), total, lines, not missing, bool(alarms and total), alarms, _reward(steps))
 
     def _total(self) -> int | None:
         try:
@@ -321,23 +380,30 @@ class TrainingView:
             return None
         return steps if isinstance(steps, int) and steps > 0 else None
 
-    def _pace(self, steps: Sequence[dict[str, float]], total: int | None, silent: float) -> list[str]:
+    def _pace(self, steps: Sequence[dict[str, float]], missing: float, now: float) -> tuple[list[str], list[str]]:
+        """How long steps take and when the missing ones will be done, and an alarm if none has come for long."""
+        if not steps:
+            return [], []
+        silent = max(0.0, now - (self._folder / "metrics.csv").stat().st_mtime)
         since = f"last step {duration(silent)} ago"
         timed = [(step["seconds"], step.get("step", math.nan)) for step in steps if step.get("seconds", 0) > 0]
         if not timed:
-            return [since]
+            return [since], []
         recent = [seconds for seconds, _ in timed[-STEPS_SHOWN:]]
         each = sum(recent) / len(recent)
-        left = f", {duration(max(0.0, (total - len(steps)) * each))} left" if total and total > len(steps) else ""
+        pace, alarms = f"{duration(each)} a step", []
+        if missing and silent > max(SILENT_TIMES * max(recent), SILENT_S):
+            alarms = [f"no step for {duration(silent)} (a step takes {duration(each)})"]
+        elif 0 < missing < math.inf:
+            pace += f", {duration(missing * each)} left"
         slowest = ", ".join(
-            f"{number:g} {duration(seconds)}" for seconds, number in sorted(timed, reverse=True)[:SLOWEST]
+            f"step {number:g}: {duration(seconds, 120.0)}" for seconds, number in sorted(timed, reverse=True)[:SLOWEST]
         )
-        return [f"{duration(each)} a step{left}, {since}", *wrapped(f"slowest steps: {slowest}")]
+        return [f"{pace}, {since}", *wrapped(f"slowest: {slowest}")], alarms
 
     def _outcomes(self) -> list[str]:
         """How the episodes of the last step ended, and why some are left out."""
-        steps = self._folder / "steps"
-        found = sorted(one for one in steps.glob("step-*/rows.safetensors")) if steps.is_dir() else []
+        found = sorted(self._folder.glob("steps/step-*/rows.safetensors"))
         if not found:
             return []
         if self._last[0] != found[-1]:
@@ -346,9 +412,7 @@ class TrainingView:
             except (OSError, RowsFileError) as error:
                 return wrapped(f"{found[-1].parent.name}: {error}")
             ends = Counter(str(one.get("outcome")) for one in rows.episodes.values())
-            lines = (
-                wrapped(f"ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}") if ends else []
-            )
+            lines = wrapped(f"ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}")
             for reason, count in rows.counts.most_common():
                 lines += wrapped(f"left out: {count} x {reason}")
             self._last = (found[-1], ["", f"{found[-1].parent.name}:", *lines])
@@ -356,7 +420,7 @@ class TrainingView:
 
 
 def read_steps(path: Path) -> tuple[list[str], list[dict[str, float]]]:
-    """Read the figures of steps; what is not a number is NaN, and an incomplete last line is left out.
+    """Read the figures of steps; what is not a number is NaN. Empty cells and an incomplete last line are left out.
 
     Args:
         path: The CSV file.
@@ -375,36 +439,60 @@ def read_steps(path: Path) -> tuple[list[str], list[dict[str, float]]]:
     reader = csv.DictReader(io.StringIO(whole))
     try:
         names = [name for name in reader.fieldnames or () if name]
-        steps = [{name: _number(row.get(name)) for name in names} for row in reader if None not in row]
+        steps = [{name: _number(row[name]) for name in names if row[name]} for row in reader if None not in row]
     except csv.Error as error:
         raise CheckpointError(f"{path}: not CSV: {error}") from error
     return names, steps
 
 
-def _number(text: str | None) -> float:
+def _number(text: str) -> float:
     try:
-        return float(text or "nan")
+        return float(text)
     except ValueError:
         return math.nan
 
 
-def step_table(names: Sequence[str], steps: Sequence[dict[str, float]], *, width: int = 80) -> list[str]:
-    """Format steps as a table with as many columns as there is room for.
+def _finite(steps: Sequence[dict[str, float]], name: str) -> list[float]:
+    return [step[name] for step in steps if math.isfinite(step.get(name, math.nan))]
+
+
+def _reward(steps: Sequence[dict[str, float]]) -> str:
+    """The reward of the last step, and the best one; empty without rewards."""
+    finite = _finite(steps, "reward")
+    if not finite:
+        return ""
+    rewards = [step.get("reward", math.nan) for step in steps]
+    at = rewards.index(max(finite))
+    return f"reward {rewards[-1]:.3f}, best {rewards[at]:.3f} at step {steps[at].get('step', at + 1):g}"
+
+
+def ranked(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[str]:
+    """Sort columns: those of `FIRST_COLUMNS`, those that change, and those that do not.
 
     Args:
         names: Names of all columns.
         steps: The steps.
-        width: Width in columns.
     """
-    ordered = [name for name in FIRST_COLUMNS if name in names] + [name for name in names if name not in FIRST_COLUMNS]
-    rows, used = [""] * (len(steps) + 1), 0
-    for name in ordered:
-        cells = [visible(name), *(f"{step[name]:.4g}" for step in steps)]
-        wide = max(map(len, cells)) + (2 if used else 0)
-        if used + wide <= width:
-            rows = [row + cell.rjust(wide) for row, cell in zip(rows, cells, strict=True)]
-            used += wide
-    return rows
+
+    def rank(name: str) -> tuple[int, int]:
+        place = next((at for at, start in enumerate(FIRST_COLUMNS) if name.startswith(start)), len(FIRST_COLUMNS))
+        return place, len({str(step.get(name)) for step in steps}) == 1
+
+    return sorted(names, key=rank)
+
+
+def step_table(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[str]:
+    """Format steps as a table with as many columns as there is room for; a last line counts the others.
+
+    Args:
+        names: Names of all columns, those that matter most first.
+        steps: The steps.
+    """
+    rows = [[visible(name)[:30] for name in names]]
+    rows += [[f"{step[name]:.4g}" if name in step else "-" for name in names] for step in steps]
+    lines = table_lines(rows)
+    left = sum(f" {name} " not in f" {lines[0]} " for name in rows[0])
+    return [*lines, f"+{counted(left, 'column')}"] if left else lines
 
 
 def spark(values: Sequence[float]) -> str:

@@ -474,11 +474,13 @@ class Status:
     """What a running evaluation does now.
 
     Attributes:
-        running: Number of episodes that run.
+        began: When each episode that runs began, in seconds since 1970, by the sample's name; the longest is the first.
+        left: Number of samples that this process will still end, with those that run.
         outages: Servers that do not answer, each in a sentence.
     """
 
-    running: int = 0
+    began: Mapping[str, float]
+    left: int
     outages: Sequence[str] = ()
 
 
@@ -493,8 +495,9 @@ def read_status(path: str | os.PathLike[str]) -> Status | None:
         if time.time() - file.stat().st_mtime > STATUS_LASTS_S:
             return None
         content = decode(file.read_bytes())
-        return Status(int(content["running"]), [str(outage) for outage in content["outages"]])
-    except (OSError, ValueError, TypeError, KeyError):
+        began = {name: float(at) for name, at in content["began"].items()}
+        return Status(began, int(content["left"]), [str(outage) for outage in content["outages"]])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

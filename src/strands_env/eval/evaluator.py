@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 from tqdm import tqdm
 
 from strands_sglang import Outage, outages
+from strands_sglang.shown import counted
 
 from ..core import Action
 from .benchmarks import BENCHMARKS
@@ -294,14 +295,17 @@ class Evaluator:
         kept = {key: sample for key, sample in samples.items() if key not in unfinished}
         if storage is not None:
             await self._check_environments(storage, kept, by_id, runner)
-        failures_in_a_row = 0
+        failures_in_a_row, left = 0, len(todo)
+        began: dict[str, float] = {}
         with Progress(
             self.benchmark_name or "evaluation", len(keys), list(kept.values()), shown=self.show_progress
         ) as progress:
 
             async def work() -> None:
-                nonlocal failures_in_a_row
+                nonlocal failures_in_a_row, left
                 async for key, prompt, index in concurrency.admit(waiting):
+                    name = f"{prompt.id} #{index}"
+                    began[name] = time.time()
                     episode = await runner.run(prompt)
                     sample = self._sample(key, prompt, index, episode)
                     if storage is not None:
@@ -309,6 +313,8 @@ class Evaluator:
                     if sample.is_finished or key not in samples:
                         samples[key] = sample
                     progress.add(sample)
+                    del began[name]
+                    left -= 1
                     has_failed = sample.is_errored or not sample.is_finished
                     failures_in_a_row = failures_in_a_row + 1 if has_failed else 0
                     if self.stop_after_failures is not None and failures_in_a_row >= self.stop_after_failures:
@@ -319,7 +325,7 @@ class Evaluator:
 
             async def note() -> None:
                 while storage is not None:
-                    await storage.note(Status(concurrency.running, [str(outage) for outage in long_outages()]))
+                    await storage.note(Status(dict(began), left, long_outages()))
                     await asyncio.sleep(TICK)
 
             workers = [work() for _ in range(min(concurrency.most, len(todo)))]
@@ -383,9 +389,19 @@ async def together(
         worker.result()
 
 
-def long_outages() -> list[Outage]:
-    """Return the outages that are worth a word: a retry mends most of them in no time."""
-    return [outage for outage in outages() if outage.seconds >= NAMED_AFTER]
+def long_outages() -> list[str]:
+    """Say which servers do not answer for so long that it is worth a word: a retry mends most outages in no time."""
+    return [_told(outage) for outage in outages() if outage.seconds >= NAMED_AFTER]
+
+
+def _told(outage: Outage) -> str:
+    wait = f"{counted(outage.waiting, 'sample')} wait{'s' * (outage.waiting == 1)}"
+    told = f"{outage.base_url} has not answered for {outage.seconds:.0f} s: {wait}"
+    return (
+        told
+        if outage.seconds_left == math.inf
+        else f"{told}; the first is dropped in about {outage.seconds_left:.0f} s"
+    )
 
 
 class Progress(tqdm):
@@ -445,7 +461,7 @@ class Progress(tqdm):
         silent = long_outages()
         self.bar_format = None
         if silent:
-            sentence = str(silent[0]).replace("{", "{{").replace("}", "}}")
+            sentence = silent[0].replace("{", "{{").replace("}", "}}")
             self.bar_format = "{desc}: {n_fmt}/{total_fmt} [{elapsed}, " + sentence + "]"
 
     def _count(self, sample: EvalSample) -> None:

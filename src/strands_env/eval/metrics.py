@@ -674,7 +674,7 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
     ends = ("", "_low", "_high", "_prompts", "_dropped_prompts", "_if_dropped_failed", "_if_dropped_failed_prompts")
     of_names = {f"{name}{end}" for name, end in product(names, ends)}
     others = [f"{name}: {value:g}" for name, value in metrics.items() if name not in of_names and name not in counts]
-    counted = [f"{metrics[name]:.0f} {word}" for name, word in counts.items() if name in metrics]
+    counted = [f"{metrics[name]:.0f} {word}" for name, word in counts.items() if metrics.get(name)]
     return [*table_lines(metric_rows(metrics)), "", *wrapped(f"counts: {', '.join(counted)}"), *others]
 
 
@@ -720,7 +720,7 @@ def cause_of(sample: EvalSample) -> str:
 def shortened(text: str) -> str:
     """A text in one line, without the words in its middle if it is long: errors end with what matters."""
     line = one_line(text)
-    first, last = line[:70], line[-77:]
+    first, last = line[:100], line[-47:]
     return line if len(line) <= 150 else f"{first.rpartition(' ')[0] or first} … {last.partition(' ')[2] or last}"
 
 

@@ -50,23 +50,14 @@ class Outage:
     Attributes:
         base_url: Its address, without credentials.
         seconds: For how long.
-        attempt: The attempt that the call which failed last makes now.
-        attempts: How many it may make.
-        seconds_left: In about how many seconds it gives up, if nothing changes; infinite if that is unknown.
+        waiting: Number of calls that wait for it.
+        seconds_left: In about how many seconds the first of them gives up, if nothing changes; infinite if unknown.
     """
 
     base_url: str
     seconds: float
-    attempt: int
-    attempts: int
+    waiting: int = 1
     seconds_left: float = math.inf
-
-    def __str__(self) -> str:
-        """Say it in one line."""
-        tries = f"attempt {self.attempt} of {self.attempts}"
-        if self.seconds_left < math.inf:
-            tries += f", gives up in about {self.seconds_left:.0f} s"
-        return f"{self.base_url} has not answered for {self.seconds:.0f} s, retrying ({tries})"
 
 
 def outages() -> list[Outage]:
@@ -117,7 +108,8 @@ class Server:
         self._lock = threading.Lock()
         self._failing_since: float | None = None
         self._is_told = self._is_silent = False
-        self._failures, self._attempt = 0, (1, 1, math.inf)
+        self._failures = 0
+        self._calls: weakref.WeakKeyDictionary[object, float] = weakref.WeakKeyDictionary()
         self._last_failure = self._next_line = -math.inf
         self._interval = FIRST_LOG_INTERVAL_S
         with _known_lock:
@@ -137,25 +129,28 @@ class Server:
         with self._lock:
             if self._failing_since is None or not self._is_silent or now - self._last_failure > 2 * MAX_DELAY_S:
                 return None
-            attempt, attempts, gives_up_at = self._attempt
-            left = gives_up_at - now if gives_up_at > now else math.inf  # the call may be over, and others not
-            return Outage(without_credentials(self.base_url), now - self._failing_since, attempt, attempts, left)
+            ends = [at for at in self._calls.values() if at > now]  # the other calls may be over
+            left = min(ends, default=math.inf) - now
+            return Outage(without_credentials(self.base_url), now - self._failing_since, max(1, len(ends)), left)
 
-    def log_failure(self, failure: Failure, attempt: tuple[int, int, float] | None = None) -> None:
+    def log_failure(self, failure: Failure, call: object = None, gives_up_at: float = math.inf) -> None:
         """Count a failure that will be retried; log it unless a line was logged a short while ago.
 
         Args:
             failure: The failure.
-            attempt: The next attempt of its call, how many that may make, and when it gives up; None for a probe.
+            call: What lives as long as its call does; None for a probe.
+            gives_up_at: When the call gives up.
         """
         now = time.monotonic()
         with self._lock:
             if now - self._last_failure > MAX_LOG_INTERVAL_S:
                 self._interval, self._next_line = FIRST_LOG_INTERVAL_S, now
             if self._failing_since is None:
-                self._failing_since, self._failures, self._attempt = now, 0, (1, 1, math.inf)
+                self._failing_since, self._failures = now, 0
+                self._calls.clear()
             self._failures += 1
-            self._attempt = attempt or self._attempt
+            if call is not None:
+                self._calls[call] = gives_up_at
             self._is_silent = failure.kind in SILENT_KINDS
             self._last_failure = now
             if now < self._next_line:

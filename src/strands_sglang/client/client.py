@@ -717,7 +717,7 @@ async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: 
             if delay is None:
                 raise retries.explain(outcome)
             left = math.inf if can_move else min(retries.seconds_left(outcome), request.cancellation.seconds_left)
-            server.log_failure(outcome, (retries.retries + 1, policy.max_retries + 1, time.monotonic() + left))
+            server.log_failure(outcome, retries, time.monotonic() + left)
             report_retry(server.base_url, outcome.kind.value, retries.retries)
             if can_move:
                 delay = 0.0

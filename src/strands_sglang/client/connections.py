@@ -628,6 +628,8 @@ def root_cause(error: Exception) -> str:
     """Return the last error with a message in the chain of causes: what happened, not how it was reported."""
     with_text = [link for link in _causes(error) if isinstance(link, Exception) and str(link)]
     cause = with_text[-1] if with_text else error
+    if isinstance(cause, ConnectionRefusedError):
+        return "connection refused"  # the text has the address once more, which the caller names
     return one_line(f"{type(cause).__name__}: {cause}")
 
 

@@ -162,7 +162,7 @@ class RetryState:
         notes = []
         if self.retries:
             seconds = time.monotonic() - self._started
-            notes.append(f" (given up after {self.retries + 1} attempts in {seconds:.1f} s)")
+            notes.append(f" (given up after {self.retries + 1} attempts, {seconds:.3g} s)")
         if failure.kind in (FailureKind.UNREACHABLE, FailureKind.DROPPED) and not self._servers.answered:
             notes.append("; no server has ever answered there: start one (`strands-sglang serve`), or correct base_url")
         if notes:

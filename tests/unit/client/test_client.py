@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import pickle
-import re
 import socket
 import subprocess
 import sys
@@ -539,20 +538,35 @@ async def test_a_server_that_does_not_answer_is_named_until_it_does():
     while len(network.calls) < 3:
         await asyncio.sleep(0)
     [outage] = [outage for outage in outages() if outage.base_url == client.base_url]
-    told = r"http://silent has not answered for 0 s, retrying \(attempt [34] of 61, gives up in about \d+ s\)"
-    assert re.fullmatch(told, str(outage)) and outage.seconds_left <= 60
+    assert outage.base_url == "http://silent" and outage.waiting == 1 and outage.seconds < 1
+    assert 0 < outage.seconds_left <= 60
     plug(network, silent=scripted())
     await call
     assert client.base_url not in [outage.base_url for outage in outages()]
 
 
-async def test_an_outage_tells_of_the_newest_call_and_not_of_one_that_was_given_up():
+async def test_an_outage_tells_when_the_first_call_gives_up_and_not_of_one_that_has():
     server = Server("http://dead")
     failure = Failure(FailureKind.UNREACHABLE, SGLangConnectionError("no connection"))
-    server.log_failure(failure, (61, 61, time.monotonic()))
-    server.log_failure(failure, (2, 61, time.monotonic() + 360))
+    calls = [Server("") for _ in range(4)]
+    for call, left in zip(calls, (0, 360, 47, math.inf), strict=True):
+        server.log_failure(failure, call, time.monotonic() + left)
     server.log_failure(failure)  # a probe
-    assert (server.outage.attempt, server.outage.attempts) == (2, 61) and 350 < server.outage.seconds_left <= 360
+    assert server.outage.waiting == 3 and 40 < server.outage.seconds_left <= 47
+    del call, calls[2:]  # those calls have ended
+    assert server.outage.waiting == 1 and 350 < server.outage.seconds_left <= 360
+    server.log_answer()
+    server.log_failure(failure)
+    assert server.outage.waiting == 1 and server.outage.seconds_left == math.inf
+
+
+async def test_a_refused_connection_is_named_by_what_it_is():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    async with SGLangClient(url, unreachable_after=0.0) as client:
+        with pytest.raises(SGLangConnectionError, match=r"could not connect \(connection refused\)"):
+            await client.generate([1])
 
 
 async def test_a_server_that_refuses_requests_is_no_outage():

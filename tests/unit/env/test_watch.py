@@ -25,7 +25,18 @@ from strands_env.eval import CheckpointError, Evaluator, read_results
 from strands_env.eval.benchmarks import TaskError, load_tasks
 from strands_env.eval.checkpoint import ResultsReader, read_status
 from strands_env.eval.metrics import table_lines
-from strands_env.watch import EvaluationView, View, duration, open_run, pace_lines, read_steps, spark, step_table
+from strands_env.watch import (
+    EvaluationView,
+    View,
+    duration,
+    open_run,
+    pace_lines,
+    ranked,
+    read_steps,
+    spark,
+    step_table,
+    watch,
+)
 from strands_sglang import Outage
 from strands_sglang.credit import TrainingRows
 from strands_sglang.shown import visible
@@ -118,6 +129,14 @@ def test_what_replaces_a_file_that_was_not_read_to_its_end_is_read_whole(end, wr
 # --- what it shows ---
 
 
+def status_of(folder, running, *, left=40, seconds=0, outages=()):
+    """Write the status of an evaluation whose samples have run for so many seconds."""
+    began = {f"gsm-000{number} #0": time.time() - seconds for number in range(running)}
+    file = folder / "results.status.json"
+    file.write_text(json.dumps({"began": began, "left": left, "outages": list(outages)}))
+    return file
+
+
 def ended(times):
     return [sample(1.0, ended_at=at) for at in times]
 
@@ -164,7 +183,7 @@ def test_durations_are_short(seconds, told):
 def test_an_evaluation_is_shown_with_the_numbers_of_its_report(written, capsys):
     assert main(["report", str(written)]) == 0
     report = capsys.readouterr().out.splitlines()
-    assert main(["watch", str(written)]) == 0
+    assert main(["watch", str(written)]) == 1  # samples were dropped
     out = capsys.readouterr().out
     shown = [line.rstrip() for line in out.splitlines()]
     hidden = [line for line in report if line.strip() and line.rstrip() not in shown]
@@ -176,7 +195,7 @@ def test_the_view_begins_with_the_score_and_the_last_failure(written, capsys):
     shown = EvaluationView(written)(time.time())
     assert main(["report", str(written), "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)
-    assert shown.headline == "so far pass@1 {pass@1:.3f}, {pass@1_low:.3f} to {pass@1_high:.3f}".format_map(metrics)
+    assert shown.headline == "pass@1 {pass@1:.3f}, {pass@1_low:.3f} to {pass@1_high:.3f}".format_map(metrics)
     _, results = read_results(written)
     failed = [one for samples in results.values() for one in samples if not one.is_finished]
     last = max(failed, key=lambda one: one.ended_at)
@@ -196,22 +215,22 @@ def test_without_a_finished_sample_there_is_no_score(tmp_path, outcomes, capsys)
         Evaluator(StubEnvironment(lambda a: next(results)).factory, output_path=tmp_path).run(tasks(1)[: len(outcomes)])
     )
     assert EvaluationView(tmp_path)(time.time()).headline == ""
-    assert main(["watch", str(tmp_path)]) == 0 and "pass@1 nan" not in capsys.readouterr().out
+    assert main(["watch", str(tmp_path)]) == len(outcomes) and "pass@1 nan" not in capsys.readouterr().out
 
 
 def test_a_long_error_keeps_its_end(tmp_path, capsys):
     error = "cannot connect to host " + "x " * 100 + "('127.0.0.1', 30000)"
     stub = StubEnvironment(lambda action: step_result(None, reason="infrastructure_error", error=error))
     asyncio.run(Evaluator(stub.factory, output_path=tmp_path).run(tasks(1)))
-    for command in ("report", "watch"):
-        assert main([command, str(tmp_path)]) == 0
+    for command, code in (("report", 0), ("watch", 1)):
+        assert main([command, str(tmp_path)]) == code
         told = " ".join(capsys.readouterr().out.split())
         assert "cannot connect to host" in told and " … " in told and "('127.0.0.1', 30000)" in told
 
 
 def test_samples_that_run_or_wait_are_not_dropped(tmp_path, monkeypatch, capsys):
     """Of 8 samples 2 are done and 1 is dropped, 2 run and 3 wait."""
-    silent = [Outage("http://one", 40.0, 7, 61)]
+    silent = [Outage("http://one", 40.0, 6, 47.0), Outage("http://two", 30.0)]
     monkeypatch.setattr("strands_env.eval.evaluator.outages", lambda: silent)
     results = iter([step_result(1.0), step_result(0.0), step_result(None, reason="infrastructure_error")])
 
@@ -232,7 +251,7 @@ def test_samples_that_run_or_wait_are_not_dropped(tmp_path, monkeypatch, capsys)
             Evaluator(stub.factory, 2, max_concurrency=2, output_path=tmp_path).run(tasks(4))
         )
         await both.wait()
-        while (status := read_status(tmp_path)) is None or status.running < 2:
+        while (status := read_status(tmp_path)) is None or [*status.began] != ["t1 #1", "t2 #0"]:
             await asyncio.sleep(0.01)
         shown = EvaluationView(tmp_path)(time.time())
         looked.set()
@@ -241,19 +260,22 @@ def test_samples_that_run_or_wait_are_not_dropped(tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr("strands_env.eval.evaluator.TICK", 0.01)
     shown = asyncio.run(run())
-    assert "2 done, 2 running, 3 waiting, 1 dropped, 0 errored" in " ".join(shown.lines)
-    assert shown.alarms == ["http://one has not answered for 40 s, retrying (attempt 7 of 61)"]
+    assert "counts: 4 prompts, 2 done, 2 running, 3 waiting, 1 dropped" in shown.lines
+    assert re.fullmatch(r"running longest: t1 #1 \d s, t2 #0 \d s", shown.lines[1]), shown.lines
+    told = ["40 s: 6 samples wait; the first is dropped in about 47 s", "30 s: 1 sample waits"]
+    assert shown.alarms == [
+        f"http://{name} has not answered for {what}" for name, what in zip(("one", "two"), told, strict=True)
+    ]
     assert "left" not in shown.lines[0] and read_status(tmp_path) is None
     assert main(["report", str(tmp_path)]) == 0
-    assert "7 done, 0 not run, 1 dropped" in capsys.readouterr().out
+    assert "7 done, 1 dropped" in capsys.readouterr().out
 
 
 def test_a_small_terminal_shows_what_runs_the_score_and_the_outage_first(written, tmp_path, monkeypatch):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     plan = json.loads((tmp_path / "results.run.json").read_text())
     (tmp_path / "results.run.json").write_text(json.dumps({**plan, "n_samples_per_prompt": 20}))
-    status = {"running": 3, "outages": [str(Outage("http://one", 40.0, 7, 61))]}
-    (tmp_path / "results.status.json").write_text(json.dumps(status))
+    status_of(tmp_path, 3, outages=["http://one has not answered for 40 s: 6 samples wait; the first is dropped soon"])
     monkeypatch.setattr("strands_sglang.terminal.width", lambda: 60)
     console = Console(file=io.StringIO(), width=60, height=20, force_terminal=True, color_system=None)
     with Live(EvaluationView(tmp_path)(time.time()), console=console, screen=True, auto_refresh=False) as live:
@@ -262,7 +284,7 @@ def test_a_small_terminal_shows_what_runs_the_score_and_the_outage_first(written
     assert len(drawn) == 20 and all(len(re.sub(r"\x1b\S*?[a-zA-Z]", "", line)) <= 60 for line in drawn)
     assert any("3 running" in line for line in drawn)
     assert re.search(r"4 prompts x 20 samples, \d+ s so far$", drawn[0].rstrip().removesuffix("\x1b[0m"))
-    assert drawn[1].startswith("so far pass@1 0.") and "attempt 7 of 61" in " ".join(" ".join(drawn[3:5]).split())
+    assert drawn[1].startswith("so far pass@1 0.") and "is dropped soon" in " ".join(" ".join(drawn[3:5]).split())
     table = next(at for at, line in enumerate(drawn) if line.startswith("metric "))
     assert drawn[table].split() == ["metric", "value", "95", "%", "interval", "prompts"]  # the last column has no room
     assert drawn[table + 1].startswith("pass@1")
@@ -282,7 +304,7 @@ def test_the_title_has_the_time_that_a_run_takes(written, tmp_path):
     records = [json.loads(line) for line in results.read_text().splitlines()]
     (tmp_path / "results.failures.jsonl").unlink()
     began = min(one["ended_at"] - one["seconds"] for one in records)
-    (tmp_path / "results.status.json").write_text('{"running": 3, "outages": []}')
+    status_of(tmp_path, 3)
     os.utime(tmp_path / "results.status.json", (began + 3900,) * 2)
     assert EvaluationView(tmp_path)(began).title == "evaluation: 4 prompts x 3 samples, 1 h 05 min so far"
     older = [{**record, "ended_at": None} for record in records]
@@ -293,6 +315,45 @@ def test_the_title_has_the_time_that_a_run_takes(written, tmp_path):
     assert EvaluationView(tmp_path)(began).title.endswith(", 1 h 04 min so far")
     asyncio.run(Evaluator(StubEnvironment().factory, output_path=tmp_path / "whole").run(tasks(2)))
     assert EvaluationView(tmp_path / "whole")(time.time()).title.endswith("samples, took 0 s")
+
+
+def test_samples_that_hang_are_an_alarm_and_there_is_no_time_left(written, tmp_path):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    status_of(tmp_path, 2, left=2, seconds=240)
+    shown = EvaluationView(tmp_path)(time.time())
+    assert shown.alarms == ["2 samples may hang: running for 4 min or more, the slowest that ended took 0 s"]
+    assert re.fullmatch(r"last result \d+ s ago", shown.lines[0])
+    assert shown.lines[1] == "running longest: gsm-0000 #0 4 min, gsm-0001 #0 4 min" and not shown.has_stopped
+    status_of(tmp_path, 2, left=2, seconds=20)
+    shown = EvaluationView(tmp_path)(time.time())
+    assert shown.alarms == [] and shown.lines[1].startswith("running longest: gsm-0000 #0 20 s")
+    status_of(tmp_path, 2, left=2, seconds=240, outages=["http://one has not answered"])
+    assert EvaluationView(tmp_path)(time.time()).alarms == ["http://one has not answered"]  # why they wait
+
+
+def test_dropped_samples_that_this_run_does_not_retry_take_no_time(written, tmp_path):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    last = max(one.ended_at for samples in read_results(written)[1].values() for one in samples)
+    told = []
+    for left in (4, 8):
+        status_of(tmp_path, 1, left=left, seconds=-280)
+        told.append(EvaluationView(tmp_path)(last + 280).lines[0])
+    assert ", 3 min left" in told[0] and ", 5 min left" in told[1]
+
+
+def test_an_evaluation_that_ended_with_dropped_samples_says_how_to_go_further(written, capsys):
+    shown = EvaluationView(written)(time.time())
+    again = "8 of 12 scored, 4 dropped; run the same command again to retry them"
+    assert shown.alarms == [f"ended after 0 s: {again}"] and shown.is_over and shown.has_stopped
+    assert shown.title.endswith(", took 0 s") and shown.headline.startswith("pass@1")
+    assert "0 " not in next(line for line in shown.lines if line.startswith("counts: "))
+
+
+@pytest.mark.parametrize("lines", [["dropped: 2 x a", "  long cause"], ["ends: 2 x a", "  long"]])
+def test_all_lines_of_a_failure_are_red(lines):
+    screen = io.StringIO()
+    Console(file=screen, force_terminal=True, color_system="standard").print(View("run", 1, 12, lines))
+    assert [line in re.findall(r"\x1b\[31m([^\x1b]*)", screen.getvalue()) for line in lines] == [lines[0][0] == "d"] * 2
 
 
 def test_an_alarm_is_shown_whole(monkeypatch):
@@ -306,15 +367,19 @@ def test_an_alarm_is_shown_whole(monkeypatch):
 
 def test_an_evaluation_that_was_killed_is_not_said_to_run(written, tmp_path):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    status = tmp_path / "results.status.json"
-    status.write_text('{"running": 3, "outages": []}')
+    status = status_of(tmp_path, 3)
     assert EvaluationView(tmp_path)(time.time()).alarms == []
     os.utime(status, (time.time() - 60,) * 2)
     shown = EvaluationView(tmp_path)(time.time())
-    assert "no process runs this evaluation" in shown.alarms[0] and "left" not in shown.lines[0]
+    assert shown.alarms[0].startswith("ended after") and shown.is_over and "left" not in shown.lines[0]
+    results = tmp_path / "results.jsonl"
+    results.write_bytes(b"".join(results.read_bytes().splitlines(keepends=True)[:5]))
+    shown = EvaluationView(tmp_path)(time.time())
+    again = "5 of 12 scored, 4 dropped; run the same command again to continue"
+    assert shown.alarms == [f"no process runs this evaluation now: {again}"] and shown.has_stopped
     assert not shown.is_over  # it may have been started again just now
     assert EvaluationView(tmp_path)(time.time() + 90).is_over
-    assert "4 dropped" in " ".join(shown.lines) and "0 not run" in " ".join(shown.lines)
+    assert "counts: 4 prompts, 5 done, 3 not run, 4 dropped" in shown.lines
 
 
 def test_nothing_is_estimated_before_each_slot_has_ended_once(written, tmp_path):
@@ -322,7 +387,7 @@ def test_nothing_is_estimated_before_each_slot_has_ended_once(written, tmp_path)
         folder = shutil.copytree(written, tmp_path / str(running))
         plan = json.loads((folder / "results.run.json").read_text())
         (folder / "results.run.json").write_text(json.dumps({**plan, "n_samples_per_prompt": 20}))
-        (folder / "results.status.json").write_text(f'{{"running": {running}, "outages": []}}')
+        status_of(folder, running)
         assert (" left" in EvaluationView(folder)(time.time()).lines[0]) == is_told
 
 
@@ -354,7 +419,8 @@ def test_no_text_of_a_model_reaches_the_terminal_as_it_is(tmp_path, capsys, text
         ["watch", ""],
         ["report", f"no\x1b[2J{text}"],
     ):
-        assert main([command[0], *(str(tmp_path / name) for name in command[1:])]) == 2 * (command[1][:2] == "no")
+        code = 2 * (command[1][:2] == "no")
+        assert main([command[0], *(str(tmp_path / name) for name in command[1:])]) == code
     output = "".join(capsys.readouterr())
     assert visible(text)[:9] in output and not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud83d]", output)
 
@@ -428,6 +494,18 @@ def test_a_folder_with_nothing_to_watch_is_an_error(tmp_path, capsys):
     assert "neither results of an evaluation nor metrics.csv" in capsys.readouterr().err
 
 
+def test_a_folder_that_does_not_exist_is_an_error(tmp_path, capsys):
+    assert main(["watch", str(tmp_path / "no")]) == 2
+    assert capsys.readouterr().err.endswith("/no does not exist\n")
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_the_text_once(written, monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, a terminal
+    assert watch(written).has_stopped
+    assert "ended after" in (out := capsys.readouterr().out) and "\x1b" not in out
+
+
 def test_an_evaluation_that_has_only_begun_is_shown(written, tmp_path):
     shutil.copy(written / "results.run.json", tmp_path)
     view = EvaluationView(tmp_path)(time.time())
@@ -452,12 +530,60 @@ def test_a_training_run_is_shown_by_step(tmp_path):
     view = open_run(folder)(os.path.getmtime(folder / "metrics.csv") + 5)
     text = "\n".join(view.lines)
     assert (view.done, view.total, view.is_over) == (3, 6, False) and view.title.endswith(": training for 3 min")
-    assert "1 min a step, 3 min left, last step 5 s ago" in text and "slowest steps: 2 2 min, 1 1 min, 3 30 s" in text
-    assert re.search(r"step +version +reward +staleness_mean +seconds +kl +a_long", text)
-    assert re.search(r"3 +2 +nan +0\.5 +30 +nan", text) and "reward         ▁█   0.25 -> 0.5 (0.25 to 0.5)" in text
-    assert "staleness_mean ▁▁▁  0.5 in each step" in text
+    assert (
+        "1 min a step, 3 min left, last step 5 s ago" in text
+        and "slowest: step 2: 90 s, step 1: 60 s, step 3: 30 s" in text
+    )
+    assert re.search(r"step +reward +kl +version +seconds +staleness_mean +a_long_name_of_a_metric\n", text)
+    assert re.search(r"3 +nan +nan +2 +30 +0\.5", text) and "reward         ▁█   0.25 -> 0.5 (0.25 to 0.5)" in text
+    assert "\n+2 columns\n" in text and "seconds        ▅█▁  60 -> 30 (30 to 90)" in text
     assert "left out: 2 x aborted" in text and "ends: 1 timeout" in text
     assert max(map(len, view.lines)) <= 80
+
+
+def test_a_trainer_that_is_dead_is_an_alarm(tmp_path, capsys):
+    folder = training(tmp_path, [(n, 0.5, 120) for n in range(1, 4)])
+    at = os.path.getmtime(folder / "metrics.csv")
+    view = open_run(folder)(at + 19 * 60)
+    assert view.alarms == ["no step for 19 min (a step takes 2 min)"] and view.has_stopped and not view.is_over
+    assert view.lines[0] == "2 min a step, last step 19 min ago"
+    view = open_run(folder)(at + 5 * 60)
+    assert view.alarms == [] and view.lines[0] == "2 min a step, 6 min left, last step 5 min ago"
+    assert open_run(training(folder, [(1, 1, 1)], total=1))(at + 5000).alarms == []  # it is over
+    training(folder, [(n, 0.5, 120) for n in range(1, 4)])
+    os.utime(folder / "metrics.csv", (at - 1140,) * 2)
+    assert main(["watch", str(folder)]) == 1 and "no step for 19 min" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_is_seen(tmp_path):
+    names = [f"constant_{n}" for n in range(9)] + ["loss", "clip_fraction", "gap_mean", "kl", "reward", "step"]
+    names.insert(0, "trained_rows")
+    steps = [{name: 128.0 for name in names} | {"loss": at, "reward": at / 10, "step": at} for at in (1.0, 3.0, 2.0)]
+    steps[-1]["kl"] = math.nan
+    assert ranked(names, steps)[:7] == ["step", "reward", "kl", "clip_fraction", "gap_mean", "loss", "trained_rows"]
+    text = "".join(f"{','.join(str(step[name]) for name in names)}\n" for step in steps)
+    (tmp_path / "metrics.csv").write_text(f"{','.join(names)}\n{text}")
+    view = open_run(tmp_path)(time.time())
+    assert view.headline == "reward 0.200, best 0.300 at step 3" and "+8 columns" in view.lines
+    screen = io.StringIO()
+    Console(file=screen, force_terminal=True, color_system="standard").print(view)
+    assert screen.getvalue().count("\x1b[31mnan\x1b") == 1
+
+
+def test_cells_without_a_number_are_empty(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,eval\n1,\n2,0.5\n3,nan\n")
+    assert step_table(*read_steps(tmp_path / "metrics.csv")) == ["step  eval", "1        -", "2      0.5", "3      nan"]
+
+
+def test_a_tall_terminal_shows_more_steps_and_bars(tmp_path, monkeypatch):
+    folder = training(tmp_path, [(n, n, n) for n in range(1, 30)], total=40)
+    shown = []
+    for lines in (20, 24, 40):
+        size = os.terminal_size((80, lines))
+        monkeypatch.setattr(shutil, "get_terminal_size", lambda *fallback, size=size: size)
+        text = open_run(folder)(time.time()).lines
+        shown.append((sum(re.match(r"\d+  ", line) is not None for line in text), sum("->" in line for line in text)))
+    assert shown == [(8, 2), (8, 2), (16, 6)]
 
 
 def test_a_finished_or_strange_training_run_is_shown(tmp_path):
@@ -476,8 +602,8 @@ def test_any_text_is_read_as_steps(text):
         path = Path(folder, "metrics.csv")
         path.write_text(text)
         names, steps = read_steps(path)
-    assert all(set(step) == set(names) for step in steps)
-    assert all(len(line) <= 80 for line in step_table(names, steps))
+    assert all(set(step) <= set(names) for step in steps)
+    assert not (names and steps) or all(len(line) <= 80 for line in step_table(names, steps))
 
 
 def test_bars_show_values_and_gaps():
@@ -489,6 +615,37 @@ def test_bars_show_values_and_gaps():
 
 def pane(socket):
     return subprocess.run(["tmux", "-L", socket, "capture-pane", "-p"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None and not os.environ.get("CI"), reason="tmux is not installed")
+@pytest.mark.parametrize("keys", ["q", "C-c"])
+def test_keys_stop_and_are_not_shown(written, tmp_path, keys):
+    folder = shutil.copytree(written, tmp_path / "out")
+    status_of(folder, 2, left=2, seconds=240)
+    os.utime(folder / "results.status.json", (time.time() + 3600,) * 2)
+    socket = f"keys-{os.getpid()}"
+    program = f"{sys.executable} -m strands_env.cli watch"
+    missing, there = f"{program} {tmp_path}/no", f"{program} {folder}; echo exit code $?"
+    command = f"unset COLUMNS LINES; {missing}; {there}; stty -a | grep -c ' echo '; read wait"
+    subprocess.run(["tmux", "-L", socket, "new-session", "-d", "-x", "60", "-y", "20", command], check=True)
+
+    def press(*keys):
+        subprocess.run(["tmux", "-L", socket, "send-keys", *keys], check=True)
+
+    try:
+        until(lambda: "does not exist yet: waiting for" in " ".join(pane(socket).split()), lambda: pane(socket))
+        press(keys)
+        until(lambda: "gsm-0000" in pane(socket), lambda: pane(socket))
+        press("x", "y", "z", "w")
+        time.sleep(0.3)
+        shown = pane(socket)
+        press(keys)
+        until(lambda: re.search(r"exit code 0\s+\d", pane(socket)), lambda: pane(socket))
+        after = pane(socket)
+    finally:
+        subprocess.run(["tmux", "-L", socket, "kill-server"], capture_output=True)
+    assert "xyzw" not in shown and shown.rstrip().splitlines()[-1] == "q or Ctrl-C to stop"
+    assert "2 samples may hang" in after and after.split("exit code 0")[1].split() == ["1"]  # the echo is on again
 
 
 def until(condition, what):
