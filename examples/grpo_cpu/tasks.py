@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import calculator
+import calculator_task
 
 from strands_env.core import Action, Environment, RewardFunction, RewardResult, StepResult
 from strands_env.core.models import sglang_model_factory
@@ -112,7 +112,7 @@ def task_of(settings: Settings) -> Task:
     package, _, family = settings.task.partition(":")
     if package == "reasoning_gym":
         return Family(family, **json.loads(settings.task_args))
-    return calculator if settings.task == "calculator" else importlib.import_module(settings.task)
+    return calculator_task if settings.task == "calculator" else importlib.import_module(settings.task)
 
 
 class EvenIds(RewardFunction):

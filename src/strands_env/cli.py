@@ -121,15 +121,17 @@ def build_parser() -> terminal.Parser:
     _add_evaluation_options(evaluation)
     checking = add(
         check_env,
-        "check --env NAME --dataset PATH [OPTIONS]",
+        "check ENV --dataset PATH [OPTIONS]",
         "play agents in an environment, and see whether it rewards what it should",
         "Play agents that do nothing, do the solution, hang, or write a reward themselves, on each task, without a "
         "model. Exit with 1 if something does not hold.",
-        "example:\n  strands-env check --env harbor --dataset tasks",
+        "example:\n  strands-env check harbor --dataset tasks",
     )
+    checking.add_argument("env", metavar="ENV", help=_NAMED)
     for title in ("tasks", "environment"):
         for name, option in _OPTIONS[title].items():
-            _add(checking, name, *option)
+            if name != "--env":
+                _add(checking, name, *option)
     checking.set_defaults(reward=OWN_REWARD)
     report = add(
         report_metrics,
@@ -480,8 +482,8 @@ def check_env(arguments: argparse.Namespace) -> int:
     """Check an environment with each task; return the exit code."""
     from .check import check_environment
 
-    if arguments.env is None or arguments.dataset is None:
-        raise UsageError("--env and --dataset must be given")
+    if arguments.dataset is None:
+        raise UsageError("--dataset must be given")
     logging.getLogger("strands_env.core").setLevel(logging.CRITICAL)  # the findings say it
     try:
         actions = load_dataset(arguments, limit=arguments.limit)

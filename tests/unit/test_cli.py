@@ -142,7 +142,7 @@ def test_a_wrong_command_line_ends_with_code_2(arguments, capsys):
     [
         (cli.main, ["doctr", "x"], "doctr: no such name; did you mean doctor?"),
         (cli.main, ["watch", "x"], "watch is a command of strands-env, not of strands-sglang"),
-        (strands_env, ["check", "x"], "check is a command of strands-sglang, not of strands-env"),
+        (strands_env, ["doctor", "x"], "doctor is a command of strands-sglang, not of strands-env"),
         (cli.main, ["doctor", "x", "--jsn"], "--jsn: no such option; did you mean --json?"),
         (strands_env, ["eval", "--n-sample=3"], "--n-sample: no such option; did you mean --n-samples?"),
         (strands_env, ["track", "x", "--to", "wand"], "wand: no such name; did you mean wandb?"),

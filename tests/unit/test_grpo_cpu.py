@@ -17,7 +17,7 @@ from support.recorder import Recorder
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_cpu"
 RECORD = runpy.run_path(str(EXAMPLE / "record.py"))
-CALCULATOR = runpy.run_path(str(EXAMPLE / "calculator.py"))
+CALCULATOR = runpy.run_path(str(EXAMPLE / "calculator_task.py"))
 Run, RunError = RECORD["Run"], RECORD["RunError"]
 STEP = {"version": 1, "metrics": {"reward": 0.5}}
 

@@ -17,6 +17,7 @@ from ..credit import Episode
 from ..messages.said import Said
 from ..trajectory.turn import Turn
 from .openenv import from_trace, turn_records
+from .records import name_in
 
 VERSION = "ATIF-v1.7"
 
@@ -87,7 +88,7 @@ def from_atif(
         raise ValueError(f"the ATIF document is malformed: {error!r}") from error
     if not records:
         raise ValueError("the ATIF document has no model call")
-    name = document.get("session_id") if id is None else id
+    name = name_in(document.get("session_id"), "the session_id", str | None) if id is None else id
     return from_trace({"turns": records}, group=group, reward=reward, id=name)
 
 

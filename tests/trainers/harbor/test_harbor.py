@@ -24,8 +24,8 @@ from support.agents import build_chatml_tokenizer, call
 from support.oci import make_root
 from support.pages import ROOT, URL, blocks
 
-TASKS = ROOT / "tests/fixtures/harbor"
-TRIAL = ROOT / "tests/fixtures/harbor-trials/file.jsonl"
+TASKS = ROOT / "tests/trainers/harbor/tasks"
+TRIAL = ROOT / "tests/trainers/harbor/trials/file.jsonl"
 
 ANSWER = ["echo 42 > /app/answer.txt"]
 SERVE = (
@@ -314,7 +314,7 @@ async def test_an_action_that_is_no_task_is_refused(environment):
     with pytest.raises(ValueError, match="not a task of Harbor"):
         await environment().step(Action(message="Hello"))
     with pytest.raises(ValueError, match="no task.toml"):
-        harbor_tasks(TASKS.parent / "0.5.0")
+        harbor_tasks(ROOT / "tests")
 
 
 def test_the_guides_snippets_run(server, in_a_world, tmp_path, monkeypatch, capsys):

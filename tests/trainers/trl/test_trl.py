@@ -167,7 +167,7 @@ def test_async_grpo_has_the_gradient_on_paper(async_grpo, reference, noise):
 
 
 def test_trials_of_harbor_are_trained(async_grpo, reference):
-    paths = sorted((ROOT / "tests/fixtures/harbor-trials").glob("*.jsonl"))
+    paths = sorted((ROOT / "tests/trainers/harbor/trials").glob("*.jsonl"))
     episodes = [Episode(Trajectory.load(path), float(at), "g") for at, path in enumerate(paths)]
     rows = training_rows(episodes)
     found = async_grpo(episodes, len(rows.rows))

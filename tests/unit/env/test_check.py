@@ -158,10 +158,10 @@ async def test_an_environment_that_does_not_run_is_one_finding():
 
 def test_the_command_exits_with_1_if_something_does_not_hold(tmp_path, capsys):
     tasks = tmp_path / "tasks.jsonl"
-    command = ["check", "--env", "calculator", "--dataset", str(tasks), "--reward", "exact"]
+    command = ["check", "calculator", "--dataset", str(tasks), "--reward", "exact"]
     tasks.write_text(json.dumps({"question": "6 * 7?", "answer": "42"}))
     assert cli.main(command) == 0
     tasks.write_text(json.dumps({"question": "6 * 7?", "answer": "It is done."}))
     assert cli.main(command) == 1
     assert "failed     doing nothing is no success (reward 1)" in capsys.readouterr().out
-    assert cli.main(["check", "--env", "calculator"]) == 2
+    assert cli.main(["check", "calculator"]) == 2

@@ -10,7 +10,7 @@ import pytest
 from strands_env import cli
 from strands_env.eval.benchmarks import load_tasks
 
-TASKS = Path(__file__).parents[2] / "fixtures" / "harbor"
+TASKS = Path(__file__).parents[2] / "trainers/harbor/tasks"
 
 
 @pytest.mark.parametrize(
@@ -39,5 +39,5 @@ def test_what_is_missing_is_named(monkeypatch, capsys, tmp_path, python, harbor,
 
 def test_the_command_names_what_is_missing(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "strands_env.harbor", None)
-    assert cli.main(["check", "--env", "harbor", "--dataset", str(TASKS)]) == 2
+    assert cli.main(["check", "harbor", "--dataset", str(TASKS)]) == 2
     assert "harbor" in capsys.readouterr().err
