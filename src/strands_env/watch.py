@@ -64,13 +64,13 @@ WINDOW_S = 300.0
 BEGINS_WITHIN_S = 60.0
 """Seconds within which an evaluation that was just started or continued runs its first sample."""
 
-SILENT_TIMES, SILENT_S = 3, 30.0
-"""What takes this many times as long as the slowest before it, and this many seconds, hangs."""
+SILENT_TIMES, SILENT_S, FIRST_S = 3, 30.0, 180.0
+"""What takes this many times as long as the slowest before it, and this many seconds, hangs; the first take longer."""
 
 SLOWEST = 3
 STEPS_SHOWN = 8
-FIRST_COLUMNS = ("step", "reward", "kl", "clip", "gap")
-"""What the columns of a training run begin with that are shown before others."""
+FIRST_COLUMNS = ("kl", "clip", "gap")
+"""What the columns of a training run begin with that are shown before others, after step and reward."""
 
 _FAILURES = ("dropped", "errored", "last failure")
 """What lines about failures begin with."""
@@ -114,7 +114,8 @@ class View:
             progress = ProgressBar(self.total, self.done, width=50, complete_style="blue", finished_style="green")
             bar.add_row(progress, f"{self.done}/{self.total}")
             parts.append(bar)
-        parts += [Text(line, style="red") for line in map(visible, self.alarms)]
+        for line in map(visible, self.alarms):
+            parts.append(Text(line if line.startswith(" ") else f"! {line}", style="red"))
         is_red = False
         for line in map(visible, self.lines):
             is_red = line.startswith(_FAILURES) or is_red and line.startswith(" ")  # the rest of a wrapped line
@@ -238,16 +239,20 @@ class EvaluationView:
         status = read_status(self._reader.path) or Status({}, 0)
         samples = list(chain.from_iterable(results.values()))
         finished, total = sum(sample.is_finished for sample in samples), len(run.sample_keys)
-        running = len(status.began)
+        ended = {sample.name for sample in samples if sample.is_finished}
+        began = {name: at for name, at in status.began.items() if name not in ended}  # the status is a little older
+        running, unfinished = len(began), status.left - len(status.began) + len(began)
         first, last = time_span(self._reader.path, samples) or (0.0, 0.0)
         took = duration(last - first)
         has_ended = is_over = finished >= total
         has_stopped = not is_over and not status.left
-        slow = max((sample.seconds for sample in samples if sample.is_finished), default=math.inf)
-        hung = [now - at for at in status.began.values() if now - at > max(SILENT_TIMES * slow, SILENT_S)]
+        slow = max((sample.seconds for sample in samples if sample.is_finished), default=0.0)
+        most = max(SILENT_TIMES * slow, SILENT_S) if ended else FIRST_S
+        hung = [now - at for at in began.values() if now - at > most]
         alarms = [*status.outages]
         if hung and not alarms:
-            told = f"running for {duration(min(hung))} or more, the slowest that ended took {duration(slow)}"
+            before = f"the slowest that ended took {duration(slow)}" if ended else "none has ended yet"
+            told = f"running for {duration(min(hung))} or more, {before}"
             alarms = [f"{counted(len(hung), 'sample')} may hang: {told}"]
         if has_stopped:
             started = side_file(results_file(self._reader.path), ".run.json").stat().st_mtime
@@ -255,15 +260,16 @@ class EvaluationView:
             is_over = has_ended or now - started > BEGINS_WITHIN_S
             why = f"ended after {took}" if has_ended else "no process runs this evaluation now"
             what = "retry them" if has_ended else "continue"
-            scored = f"{finished} of {total} scored, {len(samples) - finished} dropped"
+            dropped = f", {len(samples) - finished} dropped" if len(samples) > finished else ""
+            scored = f"{finished} of {total} scored{dropped}"
             alarms = [f"{why}: {scored}; run the same command again to {what}"]
-        key = (self._reader.state, running, status.left, has_ended, terminal.width())
+        key = (self._reader.state, running, unfinished, has_ended, terminal.width())
         if self._shown[0] != key:
             metrics = standard_metrics(
                 results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=self.success_threshold
             )
-            if status.left:  # a dropped sample that runs again is both
-                metrics |= {"running_samples": running, "queued_samples": status.left - running, "waiting_samples": 0}
+            if unfinished:  # a dropped sample that runs again is both
+                metrics |= {"running_samples": running, "queued_samples": unfinished - running, "waiting_samples": 0}
             slowest = sorted(samples, key=lambda sample: -sample.seconds)[:SLOWEST]
             named = [f"{sample.name} {duration(sample.seconds)}" for sample in slowest]
             counts = metric_lines(metrics)
@@ -281,8 +287,8 @@ class EvaluationView:
         if last:
             title += f", took {took}" if has_ended else f", {took} so far"
         # How long an outage lasts is unknown; and before each slot has ended once, the slow episodes are not seen.
-        lines = pace_lines(samples, 0 if alarms or len(samples) < running else status.left, now)
-        longest = [f"{name} {duration(now - at)}" for name, at in status.began.items()]
+        lines = pace_lines(samples, 0 if alarms or len(samples) < running else unfinished, now)
+        longest = [f"{name} {duration(now - at)}" for name, at in began.items()]
         lines += wrapped(f"running longest: {', '.join(longest[:SLOWEST])}") if longest else []
         lines += [*failure_lines(samples, now), *self._shown[1]]
         return View(title, finished, total, lines, is_over, has_stopped, alarms, self._shown[2])
@@ -306,6 +312,8 @@ def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[
     if len(recent) < 2 or not missing:
         return [since]
     rate = (len(recent) - 1) / max(now - recent[0], 1e-3)
+    if now - ends[-1] > max(10 / rate, *(sample.seconds for sample in samples)):  # something is not as before
+        return [f"{rate * 60:.1f} samples a minute, {since}"]
     return [f"{rate * 60:.1f} samples a minute, {duration(missing / rate)} left, {since}"]
 
 
@@ -359,13 +367,14 @@ class TrainingView:
         missing = max(0, (total or math.inf) - len(steps))
         more = max(0, shutil.get_terminal_size().lines - 24) // 2
         lines, alarms = self._pace(steps, missing, now)
+        alarms += nan_alarms(names, steps)
         if names and steps:
             lines += ["", *step_table(names, steps[-STEPS_SHOWN - more :]), ""]
         drawn = [name for name in names if name not in ("step", "version") and _finite(steps, name)]
         for name in drawn[: 2 + more]:
             finite = _finite(steps, name)
-            told = f"{finite[0]:.4g} -> {finite[-1]:.4g} ({min(finite):.4g} to {max(finite):.4g})"
             values = [step.get(name, math.nan) for step in steps]
+            told = f"{finite[0]:.4g} -> {values[-1]:.4g} ({min(finite):.4g} to {max(finite):.4g})"
             bars = spark(values[-max(1, terminal.width() - 17 - len(told)) :])
             lines.append(f"{name[:14]:<15}{bars}  {told}"[: terminal.width()])
         lines += self._outcomes()
@@ -382,9 +391,11 @@ class TrainingView:
 
     def _pace(self, steps: Sequence[dict[str, float]], missing: float, now: float) -> tuple[list[str], list[str]]:
         """How long steps take and when the missing ones will be done, and an alarm if none has come for long."""
+        silent = 0.0
+        with contextlib.suppress(OSError):
+            silent = max(0.0, now - (self._folder / "metrics.csv").stat().st_mtime)
         if not steps:
-            return [], []
-        silent = max(0.0, now - (self._folder / "metrics.csv").stat().st_mtime)
+            return [], [f"no step yet for {duration(silent)}"] if silent > 10 * FIRST_S else []
         since = f"last step {duration(silent)} ago"
         timed = [(step["seconds"], step.get("step", math.nan)) for step in steps if step.get("seconds", 0) > 0]
         if not timed:
@@ -466,17 +477,37 @@ def _reward(steps: Sequence[dict[str, float]]) -> str:
     return f"reward {rewards[-1]:.3f}, best {rewards[at]:.3f} at step {steps[at].get('step', at + 1):g}"
 
 
+def nan_alarms(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[str]:
+    """The columns that had numbers and have none any more, and since which step.
+
+    Args:
+        names: Names of the columns.
+        steps: The steps.
+    """
+    since: dict[float, list[str]] = {}
+    for name in names:
+        values = [step.get(name, 0.0) for step in steps]
+        at = next((at for at in range(len(values), 0, -1) if math.isfinite(values[at - 1])), 0)
+        if 0 < at < len(values):
+            since.setdefault(steps[at].get("step", at + 1), []).append(name)
+    return [f"{', '.join(several)}: nan since step {step:g}" for step, several in since.items()]
+
+
 def ranked(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[str]:
-    """Sort columns: those of `FIRST_COLUMNS`, those that change, and those that do not.
+    """Sort columns: step and reward, what is NaN now, `FIRST_COLUMNS`, what changes, and what does not.
 
     Args:
         names: Names of all columns.
         steps: The steps.
     """
 
-    def rank(name: str) -> tuple[int, int]:
-        place = next((at for at, start in enumerate(FIRST_COLUMNS) if name.startswith(start)), len(FIRST_COLUMNS))
-        return place, len({str(step.get(name)) for step in steps}) == 1
+    def rank(name: str) -> tuple[bool, int]:
+        if name in ("step", "reward"):
+            return False, -2 if name == "step" else -1
+        is_constant = name == "version" or len({str(step.get(name)) for step in steps}) == 1
+        is_nan = bool(nan_alarms([name], steps))
+        places = [at for at, start in enumerate(FIRST_COLUMNS, 1) if name.startswith(start)]
+        return is_constant, 0 if is_nan else min(places, default=len(FIRST_COLUMNS) + 1)
 
     return sorted(names, key=rank)
 

@@ -322,6 +322,11 @@ def test_samples_that_hang_are_an_alarm_and_there_is_no_time_left(written, tmp_p
     status_of(tmp_path, 2, left=2, seconds=240)
     shown = EvaluationView(tmp_path)(time.time())
     assert shown.alarms == ["2 samples may hang: running for 4 min or more, the slowest that ended took 0 s"]
+    (tmp_path / "results.jsonl").write_text("")
+    (tmp_path / "results.failures.jsonl").unlink()
+    started = EvaluationView(tmp_path)(time.time())
+    assert started.alarms == ["2 samples may hang: running for 4 min or more, none has ended yet"]
+    assert EvaluationView(tmp_path)(time.time() - 100).alarms == []  # the first may take three minutes
     assert re.fullmatch(r"last result \d+ s ago", shown.lines[0])
     assert shown.lines[1] == "running longest: gsm-0000 #0 4 min, gsm-0001 #0 4 min" and not shown.has_stopped
     status_of(tmp_path, 2, left=2, seconds=20)
@@ -362,7 +367,8 @@ def test_an_alarm_is_shown_whole(monkeypatch):
     console = Console(file=io.StringIO(), width=60, height=20)
     console.print(View("run", 1, 12, [], alarms=wrapped(told)))
     shown = console.file.getvalue().splitlines()
-    assert "".join("".join(shown).split()).endswith("".join(told.split())) and max(map(len, shown)) <= 60
+    words = "".join("".join(shown).replace("! ", "").split())
+    assert words.endswith("".join(told.split())) and max(map(len, shown)) <= 60
 
 
 def test_an_evaluation_that_was_killed_is_not_said_to_run(written, tmp_path):
@@ -534,8 +540,9 @@ def test_a_training_run_is_shown_by_step(tmp_path):
         "1 min a step, 3 min left, last step 5 s ago" in text
         and "slowest: step 2: 90 s, step 1: 60 s, step 3: 30 s" in text
     )
-    assert re.search(r"step +reward +kl +version +seconds +staleness_mean +a_long_name_of_a_metric\n", text)
-    assert re.search(r"3 +nan +nan +2 +30 +0\.5", text) and "reward         ▁█   0.25 -> 0.5 (0.25 to 0.5)" in text
+    assert re.search(r"step +reward +seconds +kl +version +staleness_mean +a_long_name_of_a_metric\n", text)
+    assert re.search(r"3 +nan +30 +nan +2 +0\.5", text) and "reward         ▁█   0.25 -> nan (0.25 to 0.5)" in text
+    assert view.alarms == ["reward: nan since step 3"]
     assert "\n+2 columns\n" in text and "seconds        ▅█▁  60 -> 30 (30 to 90)" in text
     assert "left out: 2 x aborted" in text and "ends: 1 timeout" in text
     assert max(map(len, view.lines)) <= 80
@@ -560,14 +567,22 @@ def test_a_run_that_diverges_is_seen(tmp_path):
     names.insert(0, "trained_rows")
     steps = [{name: 128.0 for name in names} | {"loss": at, "reward": at / 10, "step": at} for at in (1.0, 3.0, 2.0)]
     steps[-1]["kl"] = math.nan
-    assert ranked(names, steps)[:7] == ["step", "reward", "kl", "clip_fraction", "gap_mean", "loss", "trained_rows"]
+    assert ranked(names, steps)[:6] == ["step", "reward", "kl", "loss", "clip_fraction", "gap_mean"]
     text = "".join(f"{','.join(str(step[name]) for name in names)}\n" for step in steps)
     (tmp_path / "metrics.csv").write_text(f"{','.join(names)}\n{text}")
     view = open_run(tmp_path)(time.time())
     assert view.headline == "reward 0.200, best 0.300 at step 3" and "+8 columns" in view.lines
     screen = io.StringIO()
     Console(file=screen, force_terminal=True, color_system="standard").print(view)
-    assert screen.getvalue().count("\x1b[31mnan\x1b") == 1
+    assert screen.getvalue().count("\x1b[31mnan\x1b") == 2 and view.alarms == ["kl: nan since step 2"]
+    assert "kl             ▁▁   128 -> nan (128 to 128)" in view.lines
+
+
+def test_a_trainer_that_dies_before_its_first_step_is_an_alarm(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,reward\n")
+    at = os.path.getmtime(tmp_path / "metrics.csv")
+    assert open_run(tmp_path)(at + 600).alarms == []
+    assert open_run(tmp_path)(at + 7200).alarms == ["no step yet for 2 h 00 min"]
 
 
 def test_cells_without_a_number_are_empty(tmp_path):
