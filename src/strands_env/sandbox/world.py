@@ -815,6 +815,7 @@ def _unpack(pipe: int, target: str, most: int) -> None:
                         os.unlink(path)
                     member.mode &= 0o777
                     archive.extract(member, folder, set_attrs=not member.issym())
+        stream.read(tarfile.RECORDSIZE)  # what follows the end of an archive, which the other side still writes
 
 
 def _is_harmless(member: tarfile.TarInfo, folder: str, target: str) -> bool:

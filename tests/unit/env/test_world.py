@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import io
 import os
 import resource
 import shutil
@@ -10,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -26,6 +29,7 @@ from strands_env.sandbox import (
     available_modes,
     layers,
 )
+from strands_env.sandbox.world import _unpack, write_archive
 from support.processes import running
 from support.worlds import needs_worlds, worlds_folder
 
@@ -311,6 +315,24 @@ async def test_a_pipe_or_a_device_does_not_block_a_read(world):
     with pytest.raises(OSError) as raised:
         await world.read("/dev/zero")
     assert raised.value.errno == errno.EFBIG
+
+
+def test_an_archive_is_read_to_its_end(tmp_path):
+    """The end of this archive begins in one record and ends in the next, which the other side has yet to write."""
+    (tmp_path / "file").write_bytes(b"a" * 512 * 16)
+    os.utime(tmp_path / "file", ns=(1, 1))  # which takes a header of its own
+    archive = io.BytesIO()
+    write_archive(tmp_path / "file", lambda member: member, archive)
+    *_, last = range(0, len(archive.getvalue()), tarfile.RECORDSIZE)
+    assert last and archive.getvalue()[last - 512 : last] == bytes(512)
+    reads, writes = os.pipe()
+    with ThreadPoolExecutor(1) as pool, os.fdopen(writes, "wb", 0) as stream:
+        unpacking = pool.submit(_unpack, reads, str(tmp_path / "copy"), 1 << 20)
+        stream.write(archive.getvalue()[:last])
+        wait([unpacking], timeout=0.5)
+        stream.write(archive.getvalue()[last:])
+        stream.close()
+        unpacking.result()
 
 
 async def test_links_that_lead_out_only_together_are_left_out(world, tmp_path):
