@@ -16,6 +16,7 @@ import os
 import select
 import shutil
 import signal
+import statistics
 import sys
 import termios
 import time
@@ -69,6 +70,9 @@ SILENT_TIMES, SILENT_S, FIRST_S = 3, 30.0, 180.0
 
 SLOWEST = 3
 STEPS_SHOWN = 8
+LOSSES = ("loss", "grad_norm", "kl")
+"""What the columns begin with whose numbers tell that a training run diverges."""
+BLOWN_UP = 30.0
 FIRST_COLUMNS = ("kl", "clip", "gap")
 """What the columns of a training run begin with that are shown before others, after step and reward."""
 
@@ -239,19 +243,20 @@ class EvaluationView:
         status = read_status(self._reader.path) or Status({}, 0)
         samples = list(chain.from_iterable(results.values()))
         finished, total = sum(sample.is_finished for sample in samples), len(run.sample_keys)
-        ended = {sample.name for sample in samples if sample.is_finished}
-        began = {name: at for name, at in status.began.items() if name not in ended}  # the status is a little older
+        ended = {sample.name: sample.ended_at or 0.0 for sample in samples}
+        # The status is a little older than the results.
+        began = {name: at for name, at in status.began.items() if ended.get(name, 0.0) < at}
         running, unfinished = len(began), status.left - len(status.began) + len(began)
         first, last = time_span(self._reader.path, samples) or (0.0, 0.0)
         took = duration(last - first)
         has_ended = is_over = finished >= total
         has_stopped = not is_over and not status.left
         slow = max((sample.seconds for sample in samples if sample.is_finished), default=0.0)
-        most = max(SILENT_TIMES * slow, SILENT_S) if ended else FIRST_S
+        most = max(SILENT_TIMES * slow, SILENT_S) if finished else FIRST_S
         hung = [now - at for at in began.values() if now - at > most]
         alarms = [*status.outages]
         if hung and not alarms:
-            before = f"the slowest that ended took {duration(slow)}" if ended else "none has ended yet"
+            before = f"the slowest that ended took {duration(slow)}" if finished else "none has ended yet"
             told = f"running for {duration(min(hung))} or more, {before}"
             alarms = [f"{counted(len(hung), 'sample')} may hang: {told}"]
         if has_stopped:
@@ -367,7 +372,8 @@ class TrainingView:
         missing = max(0, (total or math.inf) - len(steps))
         more = max(0, shutil.get_terminal_size().lines - 24) // 2
         lines, alarms = self._pace(steps, missing, now)
-        alarms += nan_alarms(names, steps)
+        has_stopped = bool(alarms and total)
+        alarms += [*nan_alarms(names, steps), *blown_up(names, steps)]
         if names and steps:
             lines += ["", *step_table(names, steps[-STEPS_SHOWN - more :]), ""]
         drawn = [name for name in names if name not in ("step", "version") and _finite(steps, name)]
@@ -380,7 +386,7 @@ class TrainingView:
         lines += self._outcomes()
         took = sum(_finite(steps, "seconds"))
         title = f"{self._folder.name}: training" + (f" for {duration(took)}" if took else "")
-        return View(title, len(steps), total, lines, not missing, bool(alarms and total), alarms, _reward(steps))
+        return View(title, len(steps), total, lines, not missing, has_stopped, alarms, _reward(steps))
 
     def _total(self) -> int | None:
         try:
@@ -478,7 +484,7 @@ def _reward(steps: Sequence[dict[str, float]]) -> str:
 
 
 def nan_alarms(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[str]:
-    """The columns that had numbers and have none any more, and since which step.
+    """The columns that have been NaN for longer than before, and since which step; those of losses also if ever since.
 
     Args:
         names: Names of the columns.
@@ -486,11 +492,34 @@ def nan_alarms(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[
     """
     since: dict[float, list[str]] = {}
     for name in names:
-        values = [step.get(name, 0.0) for step in steps]
-        at = next((at for at in range(len(values), 0, -1) if math.isfinite(values[at - 1])), 0)
-        if 0 < at < len(values):
+        marks = "".join("n" if math.isnan(step.get(name, 0.0)) else " " for step in steps)
+        *before, last = marks.split(" ")  # runs of NaN
+        least = max(map(len, before)) if before else 0 if name.startswith(LOSSES) else len(last)
+        if len(last) > least:
+            at = len(steps) - len(last)
             since.setdefault(steps[at].get("step", at + 1), []).append(name)
     return [f"{', '.join(several)}: nan since step {step:g}" for step, several in since.items()]
+
+
+def blown_up(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[str]:
+    """What has become far larger than usual, and a reward that is gone.
+
+    Args:
+        names: Names of the columns.
+        steps: The steps.
+    """
+    alarms = []
+    for name in names:
+        finite = _finite(steps, name)
+        if len(finite) > STEPS_SHOWN and name.startswith(LOSSES):
+            usual = statistics.median(map(abs, finite))
+            if usual and min(map(abs, finite[-2:])) > BLOWN_UP * usual:
+                alarms.append(f"{name}: {finite[-1]:.4g}, usually {usual:.4g}")
+    rewards = _finite(steps, "reward")
+    means = [sum(rewards[at - 3 : at]) / 3 for at in range(3, len(rewards) + 1)]
+    if means and max(means) > 0 and means[-1] < max(means) / 5:
+        alarms.append(f"reward: {means[-1]:.3f} in the last three steps, {max(means):.3f} in the best three")
+    return alarms
 
 
 def ranked(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[str]:

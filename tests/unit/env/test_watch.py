@@ -522,7 +522,7 @@ def training(folder, rows, *, total=6, torn=""):
     (folder / "steps").mkdir(exist_ok=True)
     (folder / "settings.json").write_text(json.dumps({"steps": total}))
     header = "step,version,reward,kl,seconds,staleness_mean,a_long_name_of_a_metric,another_long_name,more\n"
-    text = "".join(f"{n},{n - 1},{reward},nan,{seconds},0.5,1,2,3\n" for n, reward, seconds in rows)
+    text = "".join(f"{n},{n - 1},{reward},0.25,{seconds},0.5,1,2,3\n" for n, reward, seconds in rows)
     (folder / "metrics.csv").write_text(header + text + torn)
     return folder
 
@@ -541,7 +541,7 @@ def test_a_training_run_is_shown_by_step(tmp_path):
         and "slowest: step 2: 90 s, step 1: 60 s, step 3: 30 s" in text
     )
     assert re.search(r"step +reward +seconds +kl +version +staleness_mean +a_long_name_of_a_metric\n", text)
-    assert re.search(r"3 +nan +30 +nan +2 +0\.5", text) and "reward         ▁█   0.25 -> nan (0.25 to 0.5)" in text
+    assert re.search(r"3 +nan +30 +0\.25 +2 +0\.5", text) and "reward         ▁█   0.25 -> nan (0.25 to 0.5)" in text
     assert view.alarms == ["reward: nan since step 3"]
     assert "\n+2 columns\n" in text and "seconds        ▅█▁  60 -> 30 (30 to 90)" in text
     assert "left out: 2 x aborted" in text and "ends: 1 timeout" in text
@@ -576,6 +576,29 @@ def test_a_run_that_diverges_is_seen(tmp_path):
     Console(file=screen, force_terminal=True, color_system="standard").print(view)
     assert screen.getvalue().count("\x1b[31mnan\x1b") == 2 and view.alarms == ["kl: nan since step 2"]
     assert "kl             ▁▁   128 -> nan (128 to 128)" in view.lines
+
+
+@pytest.mark.parametrize(
+    ("columns", "alarms"),
+    [
+        (
+            {"reward": [0.1 * n for n in range(9)] + [0.0] * 3},
+            ["reward: 0.000 in the last three steps, 0.700 in the best three"],
+        ),
+        ({"reward": [0.5, 0.3, 0.4] * 5, "kl": [0.01, 0.03] * 6}, []),
+        ({"kl": [0.02, 0.03] * 6 + [5, 1966]}, ["kl: 1966, usually 0.03"]),
+        ({"grad_norm": [0.5] * 12 + [13122]}, []),  # once happens
+        ({"loss": ["nan"] * 4, "kl": ["nan"] * 4}, ["loss, kl: nan since step 1"]),
+        ({"eval": (["nan"] * 4 + [0.5]) * 3 + ["nan"] * 4}, []),  # every fifth step
+        ({"eval": (["nan"] * 4 + [0.5]) * 3 + ["nan"] * 5}, ["eval: nan since step 16"]),
+        ({"model": ["a", "b", "c"]}, []),
+    ],
+)
+def test_what_diverges_is_an_alarm(tmp_path, columns, alarms):
+    rows = zip(*columns.values(), strict=False)
+    text = "".join(f"{number},{','.join(map(str, row))}\n" for number, row in enumerate(rows, 1))
+    (tmp_path / "metrics.csv").write_text(f"step,{','.join(columns)}\n{text}")
+    assert open_run(tmp_path)(time.time()).alarms == alarms
 
 
 def test_a_trainer_that_dies_before_its_first_step_is_an_alarm(tmp_path):
