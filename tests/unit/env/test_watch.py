@@ -621,7 +621,7 @@ def test_a_tall_terminal_shows_more_steps_and_bars(tmp_path, monkeypatch):
         monkeypatch.setattr(shutil, "get_terminal_size", lambda *fallback, size=size: size)
         text = open_run(folder)(time.time()).lines
         shown.append((sum(re.match(r"\d+  ", line) is not None for line in text), sum("->" in line for line in text)))
-    assert shown == [(8, 2), (8, 2), (16, 6)]
+    assert shown == [(8, 2), (8, 2), (16, 7)]
 
 
 def test_a_finished_or_strange_training_run_is_shown(tmp_path):
