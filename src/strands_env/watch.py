@@ -73,7 +73,7 @@ STEPS_SHOWN = 8
 LOSSES = ("loss", "grad_norm", "kl")
 """What the columns begin with whose numbers tell that a training run diverges."""
 BLOWN_UP = 30.0
-FIRST_COLUMNS = ("kl", "clip", "gap")
+FIRST_COLUMNS = ("eval", "kl", "entropy", "loss", "grad_norm", "clip", "gap")
 """What the columns of a training run begin with that are shown before others, after step and reward."""
 
 _FAILURES = ("dropped", "errored", "last failure")
@@ -255,6 +255,7 @@ class EvaluationView:
         most = max(SILENT_TIMES * slow, SILENT_S) if finished else FIRST_S
         hung = [now - at for at in began.values() if now - at > most]
         alarms = [*status.outages]
+        has_time = not alarms and not has_stopped and len(samples) >= running
         if hung and not alarms:
             before = f"the slowest that ended took {duration(slow)}" if finished else "none has ended yet"
             told = f"running for {duration(min(hung))} or more, {before}"
@@ -292,7 +293,7 @@ class EvaluationView:
         if last:
             title += f", took {took}" if has_ended else f", {took} so far"
         # How long an outage lasts is unknown; and before each slot has ended once, the slow episodes are not seen.
-        lines = pace_lines(samples, 0 if alarms or len(samples) < running else unfinished, now)
+        lines = pace_lines(samples, unfinished - len(hung) if has_time else 0, now)
         longest = [f"{name} {duration(now - at)}" for name, at in began.items()]
         lines += wrapped(f"running longest: {', '.join(longest[:SLOWEST])}") if longest else []
         lines += [*failure_lines(samples, now), *self._shown[1]]
@@ -380,7 +381,10 @@ class TrainingView:
         for name in drawn[: 2 + more]:
             finite = _finite(steps, name)
             values = [step.get(name, math.nan) for step in steps]
-            told = f"{finite[0]:.4g} -> {values[-1]:.4g} ({min(finite):.4g} to {max(finite):.4g})"
+            last = [step[name] for step in steps if name in step][-1]
+            told = f"{finite[0]:.4g} -> {last:.4g}"
+            if not {min(finite), max(finite)} <= {finite[0], last}:
+                told += f" ({min(finite):.4g} to {max(finite):.4g})"
             bars = spark(values[-max(1, terminal.width() - 17 - len(told)) :])
             lines.append(f"{name[:14]:<15}{bars}  {told}"[: terminal.width()])
         lines += self._outcomes()
