@@ -44,7 +44,8 @@ def environment(trainer):
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     torch = [line for line in constraints if line.startswith("torch==") and trainer not in WITHOUT_TORCH]
     nodeps = requirements.with_name("nodeps.txt")
-    text = "\n".join([sys.version, python, *project, *torch, *OWN, requirements.read_text()])
+    versions = [sys.version, *filter(None, [NEWER_PYTHON.get(trainer)])]
+    text = "\n".join([*versions, *project, *torch, *OWN, requirements.read_text()])
     text += nodeps.read_text() if nodeps.exists() else ""
 
     def install(directory):
