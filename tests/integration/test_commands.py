@@ -146,7 +146,8 @@ for root in sys.argv[1:]:
     for module in pkgutil.walk_packages(package.__path__, f"{root}."):
         parts = module.name.split(".")
         # What is private, programs that other processes run, and what needs an extra of its own.
-        if any(part.startswith("_") for part in parts) or {"scripts", "shim", "harbor", "reasoning_gym"} & set(parts[1:]):
+        others = {"scripts", "shim", "harbor", "reasoning_gym"}
+        if any(part.startswith("_") for part in parts) or others & set(parts[1:]):
             continue
         try:
             importlib.import_module(module.name)
