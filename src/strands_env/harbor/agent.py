@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from strands_sglang import OUTCOMES, RewardRule, TerminationReason, Trajectory, __version__
 from strands_sglang.credit import Episode
-from strands_sglang.trainers.atif import to_atif
+from strands_sglang.trainers.atif import main_first, to_atif
 from strands_sglang.trainers.openenv import turn_records
 
 from ..core import Action, Environment, ModelFactory, StepResult
@@ -207,11 +207,9 @@ def rollout_details(trajectory: Trajectory) -> list[RolloutDetail]:
     first.
     """
     records = {record["node_id"]: record for record in turn_records(Episode(trajectory, None, None))}
-    main = trajectory.main_leaf()
-    leaves = sorted((leaf for leaf, _ in trajectory.branches()), key=lambda leaf: leaf is not main)
     details: list[RolloutDetail] = []
     seen: set[str] = set()
-    for leaf in leaves:
+    for leaf in main_first(trajectory):
         detail = RolloutDetail(prompt_token_ids=[], completion_token_ids=[], extra={})
         for turn in leaf.path():
             record = records.get(str(turn.index))

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..credit import Episode
 from ..messages.said import Said
+from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
 from .openenv import from_trace, turn_records
 from .records import name_in
@@ -37,15 +38,12 @@ def to_atif(
         ValueError: The episode has no answered call, or it has images, whose tokens a document cannot hold.
     """
     records = {record["node_id"]: record for record in turn_records(episode)}
-    main = episode.trajectory.main_leaf()
-    leaves = [leaf for leaf, _ in episode.trajectory.branches()]
-    leaves.sort(key=lambda leaf: leaf is not main)
     about: dict[str, Any] = {"name": agent, "version": version}
     if model is not None:
         about["model_name"] = model
     documents: list[dict[str, Any]] = []
     written: set[int] = set()
-    for leaf in leaves:
+    for leaf in main_first(episode.trajectory):
         document: dict[str, Any] = {
             "schema_version": VERSION,
             "session_id": episode.id,
@@ -90,6 +88,12 @@ def from_atif(
         raise ValueError("the ATIF document has no model call")
     name = name_in(document.get("session_id"), "the session_id", str | None) if id is None else id
     return from_trace({"turns": records}, group=group, reward=reward, id=name)
+
+
+def main_first(trajectory: Trajectory) -> list[Turn]:
+    """Return the last turn of each sequence, that of the main conversation first."""
+    main = trajectory.main_leaf()
+    return sorted((leaf for leaf, _ in trajectory.branches()), key=lambda leaf: leaf is not main)
 
 
 def _record(step: Mapping[str, Any], number: int) -> dict[str, Any]:
