@@ -1,6 +1,6 @@
 """Real SGLang servers for the tests, started on first use, and stopped when the session ends in any way.
 
-With workers of pytest-xdist, each has servers of its own; `--dist loadfile` keeps the tests of a file in one of them.
+Each worker of pytest-xdist starts its own servers; `--dist loadfile` keeps the tests of a file on one worker.
 
 `tiny_server` serves a tiny random Qwen3 (fast, exact float32, nonsense), `tiny_moe_server` one with experts,
 `tiny_vl_server` a tiny random Qwen2.5-VL, and `smollm_server` SmolLM2-135M-Instruct (a language model). With

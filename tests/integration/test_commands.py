@@ -145,7 +145,7 @@ for root in sys.argv[1:]:
     package = importlib.import_module(root)
     for module in pkgutil.walk_packages(package.__path__, f"{root}."):
         parts = module.name.split(".")
-        # What is private, programs that other processes run, and what needs an extra of its own.
+        # Leave out private modules, programs of other processes, and modules that need another extra.
         others = {"scripts", "shim", "harbor", "reasoning_gym"}
         if any(part.startswith("_") for part in parts) or others & set(parts[1:]):
             continue

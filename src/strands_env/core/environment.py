@@ -173,7 +173,7 @@ class EpisodeHooks(HookProvider):
         self.model_error = event.exception
 
     def _mark_cut_calls(self, event: AfterModelCallEvent) -> None:
-        """Note the tool calls of a cut answer: Strands replaces each with a text of its own."""
+        """Note the tool calls of a cut answer: Strands replaces each with its own text."""
         answer = event.stop_response
         if answer is None or answer.stop_reason != "max_tokens":
             return

@@ -14,7 +14,7 @@ from .judging import is_infrastructure
 
 
 class EvaluatorReward(RewardFunction):
-    """The mean score of an evaluator of [strands-agents-evals](https://pypi.org/project/strands-agents-evals/).
+    """The mean score of an evaluator of `strands-agents-evals`.
 
     The evaluator gets the task's question, the final answer, the ground truth as the expected output, the trajectory
     that `trajectory_of` returns, and what the task's context has of `expected_trajectory`, `expected_assertion` and

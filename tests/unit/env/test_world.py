@@ -320,7 +320,7 @@ async def test_a_pipe_or_a_device_does_not_block_a_read(world):
 def test_an_archive_is_read_to_its_end(tmp_path):
     """The end of this archive begins in one record and ends in the next, which the other side has yet to write."""
     (tmp_path / "file").write_bytes(b"a" * 512 * 16)
-    os.utime(tmp_path / "file", ns=(1, 1))  # which takes a header of its own
+    os.utime(tmp_path / "file", ns=(1, 1))  # a fraction of a second needs a second header
     archive = io.BytesIO()
     write_archive(tmp_path / "file", lambda member: member, archive)
     *_, last = range(0, len(archive.getvalue()), tarfile.RECORDSIZE)
