@@ -9,6 +9,8 @@ from .client.client import SGLangClient
 from .client.loads import ServerLoad
 from .client.shared import clear_clients, get_client, get_client_from_slime_args, get_tokenizer
 from .exceptions import (
+    EpisodeInterruptedError,
+    JournalError,
     SGLangAbortedError,
     SGLangCancelledError,
     SGLangClientError,
@@ -33,12 +35,17 @@ from .tool_limiter import (
     limit_cause,
 )
 from .tool_parsers import ToolParser, ToolParseResult, get_tool_parser, register_tool_parser
+from .trajectory.journal import Journal, JournalInUseError
 from .trajectory.tokens import Rollout, Segment, Token, TokenManager
 from .trajectory.trajectory import Trajectory
 from .trajectory.turn import Turn, TurnStatus
 
 __all__ = [
     "OUTCOMES",
+    "EpisodeInterruptedError",
+    "Journal",
+    "JournalError",
+    "JournalInUseError",
     "LoopLimitReachedError",
     "LoopLimiter",
     "MaxMessagesReachedError",

@@ -114,6 +114,14 @@ class TokenizerMismatchError(SGLangClientError, ValueError):
     """
 
 
+class JournalError(Exception):
+    """The journal of an episode cannot be written, read or continued; says which, and why."""
+
+
+class EpisodeInterruptedError(Exception):
+    """An episode cannot continue: its process died inside a tool call that must not run twice."""
+
+
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and its causes, outermost first, through Strands' wrapper and exception groups.
 

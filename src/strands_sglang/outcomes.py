@@ -12,6 +12,7 @@
 | caller cancelled | cancelled | none | ABORTED |
 | server or network failed; a `deadline`, no server working | infrastructure_error | none | FAILED, removed |
 | the agent's own code raised | agent_error | none | FAILED, removed |
+| its process died inside a tool call that must not run twice | interrupted | none | FAILED, removed |
 | nothing sampled at all | as its cause | as its cause | FAILED, removed |
 
 An infrastructure failure never turns into a reward, and a truncated turn never looks complete.
@@ -31,6 +32,8 @@ from strands.types.exceptions import (
 )
 
 from .exceptions import (
+    EpisodeInterruptedError,
+    JournalError,
     SGLangAbortedError,
     SGLangCancelledError,
     SGLangClientError,
@@ -76,6 +79,8 @@ class TerminationReason(str, Enum):
     """The server or the network failed after all retries, or a `deadline` passed while no server was working."""
     AGENT_ERROR = "agent_error"
     """The agent's own code raised."""
+    INTERRUPTED = "interrupted"
+    """The process died inside a tool call whose effect must not happen twice, so the episode cannot be resumed."""
 
 
 class RewardRule(str, Enum):
@@ -121,6 +126,7 @@ OUTCOMES: dict[TerminationReason, Outcome] = {
     TerminationReason.CANCELLED: Outcome(RewardRule.NONE, "ABORTED"),
     TerminationReason.INFRASTRUCTURE_ERROR: _FAILED,
     TerminationReason.AGENT_ERROR: _FAILED,
+    TerminationReason.INTERRUPTED: _FAILED,
 }
 """Outcome of each termination reason.
 
@@ -146,6 +152,8 @@ _BY_ERROR: dict[type[BaseException], TerminationReason] = {
     SGLangCancelledError: TerminationReason.CANCELLED,
     SGLangClientError: TerminationReason.INFRASTRUCTURE_ERROR,
     ModelThrottledException: TerminationReason.INFRASTRUCTURE_ERROR,
+    JournalError: TerminationReason.INFRASTRUCTURE_ERROR,
+    EpisodeInterruptedError: TerminationReason.INTERRUPTED,
     asyncio.CancelledError: TerminationReason.CANCELLED,
     KeyboardInterrupt: TerminationReason.CANCELLED,
     asyncio.TimeoutError: TerminationReason.TIMEOUT,

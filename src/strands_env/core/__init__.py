@@ -2,6 +2,7 @@
 
 from strands_sglang import TerminationReason
 
+from .durable import Effect, ForkPoints, has_effect
 from .environment import Environment, ModelFactory, compute_reward
 from .types import (
     Action,
@@ -16,7 +17,9 @@ from .types import (
 
 __all__ = [
     "Action",
+    "Effect",
     "Environment",
+    "ForkPoints",
     "ModelFactory",
     "Observation",
     "RewardError",
@@ -27,4 +30,5 @@ __all__ = [
     "TerminationReason",
     "TokenObservation",
     "compute_reward",
+    "has_effect",
 ]

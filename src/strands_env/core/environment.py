@@ -17,14 +17,14 @@ import asyncio
 import base64
 import copy
 import functools
-import inspect
 import json
 import logging
 import math
 import random
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,11 +41,12 @@ from strands.sandbox import Sandbox
 from strands.telemetry.metrics import EventLoopMetrics
 from strands.tools import ToolProvider
 from strands.types.content import ContentBlock, Message
-from strands.types.tools import AgentTool, ToolSpec, ToolUse
+from strands.types.tools import AgentTool, ToolResult
 from typing_extensions import override
 
 from strands_sglang import (
     OUTCOMES,
+    JournalError,
     RewardRule,
     SGLangModel,
     TerminationReason,
@@ -53,7 +54,9 @@ from strands_sglang import (
     Trajectory,
     termination_reason,
 )
+from strands_sglang.trajectory.journal import Journal
 
+from .durable import Checkpoint, Effect, ForkPoints, Recorder, checkpoint, effect_of, tool_uses
 from .identity import Identified, describe
 from .supervision import (
     RECANCEL_AFTER,
@@ -63,9 +66,9 @@ from .supervision import (
     invoke,
     maybe_await,
     run_in_thread,
-    start_limited,
     take_turn,
 )
+from .tools import ContainedTool
 from .types import (
     UNWRITTEN,
     Action,
@@ -80,10 +83,6 @@ from .types import (
 logger = logging.getLogger(__name__)
 
 # --- what an episode may spend ---
-
-
-TOOL_TIMEOUT_PREFIX = "Error: the tool did not finish within"
-"""The start of the result of a tool call that timed out."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +143,15 @@ class EpisodeHooks(HookProvider):
             of the agent's own code.
     """
 
-    def __init__(self, budgets: Budgets) -> None:
-        """Start counting for one episode."""
+    def __init__(self, budgets: Budgets, recorded: Mapping[str, ToolResult] | None = None) -> None:
+        """Start counting for one episode.
+
+        Args:
+            budgets: Its limits.
+            recorded: Results of calls that have ended before, by toolUseId; they do not run again.
+        """
         self._budgets = budgets
+        self._recorded = recorded or {}
         self.limiter = ToolLimiter(
             max_tool_iters=budgets.max_tool_iterations,
             max_tool_calls=budgets.max_tool_calls,
@@ -183,8 +188,11 @@ class EpisodeHooks(HookProvider):
 
     def _check_call(self, event: BeforeToolCallEvent) -> None:
         limit = self._exceeded_limit(event)
+        recorded = self._recorded.get(event.tool_use["toolUseId"])
         if limit is not None:
             event.cancel_tool = f"This tool call was not run: at most {limit} may be made."
+        elif event.selected_tool is not None and recorded is not None:
+            event.selected_tool = ContainedTool(event.selected_tool, recorded=recorded)
         elif event.selected_tool is not None:
             is_named = event.selected_tool.tool_name == event.tool_use["name"]  # a renamed call must still find it
             if is_named or self._budgets.tool_timeout is not None:
@@ -203,92 +211,6 @@ class EpisodeHooks(HookProvider):
         return f"{max_calls} tool calls" if event.tool_use["toolUseId"] in excess else None
 
 
-class ContainedTool(AgentTool):
-    """A tool whose failures affect only its own call.
-
-    Exceptions that would end the process, its event loop or the agent's task (`SystemExit`, `KeyboardInterrupt`,
-    `CancelledError`) become errors that the model sees. A tool that evaluates a model's code raises one when the code
-    calls `exit()`. Each call of a blocking function runs in its own thread. A call that times out ends with an error;
-    its thread keeps running, and its result is dropped.
-    """
-
-    def __init__(self, tool: AgentTool, seconds: float | None = None) -> None:
-        """Wrap a tool, with a time limit for each call."""
-        super().__init__()
-        function = getattr(tool, "_tool_func", None)
-        if callable(function) and not (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)):
-            # Strands runs it in the event loop's shared threads; here each call has its own thread.
-            async def threaded(*args: Any, **kwargs: Any) -> Any:
-                return await run_in_thread(function, *args, **kwargs)
-
-            tool = copy.copy(tool)
-            tool._tool_func = functools.wraps(function)(threaded)  # type: ignore[attr-defined]
-        self._tool = tool
-        self._seconds = seconds
-
-    @property
-    @override
-    def tool_name(self) -> str:
-        """Name of the wrapped tool."""
-        return self._tool.tool_name
-
-    @property
-    @override
-    def tool_spec(self) -> ToolSpec:
-        """Specification of the wrapped tool."""
-        return self._tool.tool_spec
-
-    @property
-    @override
-    def tool_type(self) -> str:
-        """Type of the wrapped tool."""
-        return self._tool.tool_type
-
-    @override
-    async def stream(
-        self, tool_use: ToolUse, invocation_state: dict[str, Any], **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        """Stream the tool's events; an error result if it times out."""
-        events: asyncio.Queue[Any] = asyncio.Queue()
-        end = object()
-
-        async def pump() -> None:
-            # One task for the whole call: a generator's context must not change between events, and a cancellation
-            # raised in here is the tool's own.
-            try:
-                async for event in self._tool.stream(tool_use, invocation_state, **kwargs):
-                    events.put_nowait(event)
-            except BaseException as error:
-                raise as_exception(error) from None
-            finally:
-                events.put_nowait(end)
-
-        late = object()
-        pumping = start_limited(pump(), self._seconds, lambda: events.put_nowait(late))
-        pumping.add_done_callback(lambda task: task.cancelled() or task.exception())  # mark the exception as retrieved
-        try:
-            while True:
-                event = await events.get()
-                if event is late:
-                    if pumping.done():  # only the loop was late
-                        continue
-                    logger.info("tool=<%s>, seconds=<%s> | a tool call timed out", self.tool_name, self._seconds)
-                    text = {"text": f"{TOOL_TIMEOUT_PREFIX} {self._seconds:g} seconds."}
-                    yield {"toolUseId": tool_use["toolUseId"], "status": "error", "content": [text]}
-                    return
-                if event is end:
-                    break
-                yield event
-            await asyncio.wait({pumping})
-            pumping.result()  # raise the tool's own error, timeouts included
-        except asyncio.CancelledError:
-            pumping.cancel()
-            await asyncio.wait({pumping})  # the tool finishes before the environment's cleanup
-            raise
-        finally:
-            pumping.cancel()
-
-
 # --- episodes ---
 
 
@@ -304,7 +226,10 @@ Most episodes are one invocation. Across several invocations the counts continue
 """
 
 _NOT_IN_IDENTITY = frozenset(
-    {"reward_fn", "system_prompt", "verbose", "cleanup_timeout", "retries", "retry_on", "retry_delay"}
+    {
+        *("reward_fn", "system_prompt", "verbose", "cleanup_timeout", "retries", "retry_on", "retry_delay"),
+        *("journal", "fork_points", "journal_required"),
+    }
 )
 """Arguments that results do not depend on, or that the identity describes separately."""
 
@@ -360,6 +285,9 @@ class Environment(Identified):
         retries: int = 0,
         retry_on: Collection[TerminationReason] = (TerminationReason.INFRASTRUCTURE_ERROR,),
         retry_delay: float = 1.0,
+        journal: str | Path | None = None,
+        journal_required: bool = False,
+        fork_points: ForkPoints = "all",
     ) -> None:
         """Create the environment. No model, agent or tool is created before the first step.
 
@@ -391,6 +319,14 @@ class Environment(Identified):
             retry_on: Outcomes that count as failed. A cancelled episode is never repeated.
             retry_delay: Seconds before the first retry. The delay doubles for each further retry, up to 60 seconds, and
                 is shortened at random by up to half.
+            journal: Folder for the journals of episodes, or the file of the next one (`*.journal`). Each episode is
+                written to a file as it happens, so that [`resume`][strands_env.core.Environment.resume] can continue
+                it if its process dies. None for no files.
+            journal_required: Whether an episode ends with the outcome `infrastructure_error` if its journal cannot be
+                written, because a disk is full for example. By default it continues, with a warning.
+            fork_points: When the environment's own state is kept in the journal, for
+                [`fork`][strands_env.core.Environment.fork] and `resume`: `"all"` after every iteration of tools that
+                may have changed it, an integer n after every n-th, `"none"` never after the start.
 
         Raises:
             ValueError: A limit, a timeout or `retries` is invalid.
@@ -426,6 +362,11 @@ class Environment(Identified):
         self.retries = retries
         self.retry_on = frozenset(retry_on) - {TerminationReason.CANCELLED}
         self.retry_delay = retry_delay
+        if fork_points not in ("all", "none") and (isinstance(fork_points, bool) or int(fork_points) < 1):
+            raise ValueError(f"fork_points must be 'all', 'none' or an integer of at least 1, not {fork_points!r}")
+        self.journal = None if journal is None else Path(journal)
+        self.journal_required = journal_required
+        self.fork_points: ForkPoints = fork_points
         self.last_result: StepResult | None = None
 
     @override
@@ -492,6 +433,38 @@ class Environment(Identified):
         Called at the end of every step and before every retry, however the episode ended. It may be called twice.
         """
 
+    async def save_state(self) -> Any:
+        """Return what `reset` and the tools have made of the environment, for `load_state`: bytes or JSON-like data.
+
+        An environment that overrides `reset` overrides both, or its episodes can only start again. Called while no tool
+        runs. The default environment has no state and returns None.
+        """
+        return None
+
+    async def load_state(self, state: Any) -> None:
+        """Restore what `save_state` returned. Called after `reset`, perhaps in another process.
+
+        Args:
+            state: Its return value.
+        """
+
+    @property
+    def restart_only(self) -> str | None:
+        """Why an episode cannot continue elsewhere, so that it can only start again; None if it can."""
+        if type(self).reset is Environment.reset or type(self).save_state is not Environment.save_state:
+            return None
+        return f"{type(self).__name__} has a reset, but no save_state and load_state"
+
+    def tool_effect(self, tool: AgentTool) -> Effect:
+        """Return what calls of a tool change, which decides whether one that was interrupted may run again.
+
+        The default is what `has_effect` said of the tool, or the hints of its MCP server; `"once"` without them.
+
+        Args:
+            tool: One of the agent's tools.
+        """
+        return effect_of(tool)
+
     def compute_metrics(self, observation: Observation) -> dict[str, Any] | Awaitable[dict[str, Any]]:
         """Return additional metrics, which are added to `observation.metrics`.
 
@@ -521,15 +494,127 @@ class Environment(Identified):
             CancelledError: The caller was cancelled. The episode has ended and is cleaned up; `last_result` holds what
                 was recorded.
         """
+        return await self._run(action, self._new_journal(), None)
+
+    async def resume(self, journal: str | Path) -> list[StepResult]:
+        """Continue the episodes of journals whose processes died, were cancelled or lost their server.
+
+        Each continues with its recorded tokens, still as one sequence. A tool call that had ended does not run again.
+        An episode ends with the outcome `interrupted` if a call without a recorded end may have had an effect that must
+        not happen twice. Of an episode that has ended, the recorded result is returned.
+
+        Args:
+            journal: A journal, or a folder of them, which are resumed one after the other.
+
+        Returns:
+            The episodes, in the order of the files' names.
+
+        Raises:
+            JournalInUseError: Another process runs the episode.
+            JournalError: The journal is of another environment, or this one can only start episodes again.
+            TrajectoryFileError: The journal is damaged, or has an unknown version.
+        """
+        path = Path(journal)
+        files = sorted(path.glob("*.journal")) if path.is_dir() else [path]
+        return [await self._resume(Journal(file)) for file in files]
+
+    async def fork(self, source: StepResult | str | Path, turn: int, k: int = 1) -> list[StepResult]:
+        """Continue an episode k times from before one of its model calls, which each continuation makes anew.
+
+        What precedes the call is the episode's own: token ids, messages, budgets, counts, and the environment's state.
+        Processes are not copied. Siblings run at the same time if the environment has no state, else one after the
+        other. The episode itself is not changed, and the environment must not be running one.
+
+        Args:
+            source: The result of a step with a journal, or the path of a journal.
+            turn: `Turn.index` of the model call, in the main agent's conversation.
+            k: Number of continuations.
+
+        Returns:
+            The continuations, as if each were an episode of its own.
+
+        Raises:
+            JournalError: The episode cannot be continued from there; says why.
+            TrajectoryFileError: The journal is damaged, or has an unknown version.
+        """
+        kept = source.journal if isinstance(source, StepResult) else Journal(source)
+        if kept is None:
+            raise JournalError("the episode has no journal to fork: give its environment a journal")
+        points = [self._checkpoint(kept, turn) for _ in range(k)]
+        for point in points:
+            if point.interrupted is not None:
+                raise JournalError(point.interrupted)
+        runs = [
+            functools.partial(self._run, Action(**point.action), self._new_journal(point.content), point)
+            for point in points
+        ]
+        if points and points[0].state is not None:
+            return [await run() for run in runs]
+        return list(await asyncio.gather(*(run() for run in runs)))
+
+    async def _resume(self, journal: Journal) -> StepResult:
+        journal.open()
+        try:
+            point = self._checkpoint(journal)
+        except BaseException:
+            journal.close()
+            raise
+        if point.result is not None:
+            journal.close()
+            return point.step_result()
+        return await self._run(Action(**point.action), journal, point)
+
+    def _checkpoint(self, journal: Journal, turn: int | None = None) -> Checkpoint:
+        """Read where an episode of this environment continues; see `checkpoint`."""
+        point = checkpoint(journal, turn)
+        here = json.loads(json.dumps(self.identity(), default=str))
+        for name in {**here, **point.environment}:
+            recorded, own = point.environment.get(name), here.get(name)
+            if recorded != own:
+                raise JournalError(
+                    f"{journal}: the episode is of another environment: its {name} is {recorded!r:.200}, and here "
+                    f"{own!r:.200}"
+                )
+        why_not = point.restart_only or self.restart_only
+        if why_not is not None and point.result is None:
+            raise JournalError(f"{journal}: the episode can only start again: {why_not}")
+        return point
+
+    def _new_journal(self, content: bytes = b"") -> Journal | None:
+        """Return the journal of the next episode.
+
+        Args:
+            content: Content to begin with, of the episode that it continues.
+        """
+        if self.journal is None:
+            return None
+        is_file = self.journal.suffix == ".journal"
+        if is_file and not content:
+            return Journal(self.journal)
+        journal = Journal((self.journal.parent if is_file else self.journal) / f"{uuid.uuid4().hex}.journal")
+        if content:
+            journal.begin_with(content)
+        return journal
+
+    async def _run(self, action: Action, journal: Journal | None, point: Checkpoint | None) -> StepResult:
         conversation = read_conversation(action)
         supervisor = Supervisor()
-        return await supervisor.run(self._step(action, conversation, supervisor))
+        recorder = None if journal is None else Recorder(journal, self)
+        return await supervisor.run(self._step(action, conversation, supervisor, recorder, point))
 
-    async def _step(self, action: Action, conversation: Opening, supervisor: Supervisor) -> StepResult:
-        attempts = 0
+    async def _step(
+        self,
+        action: Action,
+        conversation: Opening,
+        supervisor: Supervisor,
+        recorder: Recorder | None,
+        point: Checkpoint | None,
+    ) -> StepResult:
+        attempts = 0 if point is None else point.attempt - 1
         while True:
             attempts += 1
-            result = await self._attempt(action, conversation, supervisor, attempts)
+            result = await self._attempt(action, conversation, supervisor, attempts, recorder, point)
+            point = None
             is_over = supervisor.is_cancelled or supervisor.is_abandoned
             if result.termination_reason not in self.retry_on or attempts > self.retries or is_over:
                 return result
@@ -548,13 +633,26 @@ class Environment(Identified):
                 return result
 
     async def _attempt(
-        self, action: Action, conversation: Opening, supervisor: Supervisor, attempts: int
+        self,
+        action: Action,
+        conversation: Opening,
+        supervisor: Supervisor,
+        attempts: int,
+        recorder: Recorder | None,
+        point: Checkpoint | None,
     ) -> StepResult:
-        episode = _Running(action, conversation, EpisodeHooks(self.budgets))
+        recorded = None if point is None else point.results
+        episode = _Running(action, conversation, EpisodeHooks(self.budgets, recorded), recorder, point)
+        seconds = self.episode_timeout
+        if point is not None:
+            episode.began -= point.seconds
+            seconds = None if seconds is None else max(seconds - point.seconds, 1e-3)
         result: StepResult | None = None
         try:
             try:
-                end: Any = await supervisor.within(self.episode_timeout, self._run_agent(episode), what="the episode")
+                if recorder is not None:
+                    recorder.begin(attempts, action, point)
+                end: Any = await supervisor.within(seconds, self._run_agent(episode), what="the episode")
             except BaseException as error:
                 end = _end_of(error, supervisor)
             result = await self._result(episode, end, supervisor)
@@ -568,9 +666,14 @@ class Environment(Identified):
                     error=result.error,
                     reward_error=result.reward_error,
                 )
+            if recorder is not None:
+                recorder.end(result)
+                result.journal = recorder.journal
             self.last_result = result
             return result
         finally:
+            if recorder is not None:
+                recorder.close()
             try:
                 await supervisor.within(
                     self.cleanup_timeout, self._clean_up(episode), what="cleanup", uninterrupted=True, outcome=result
@@ -581,14 +684,22 @@ class Environment(Identified):
 
     async def _run_agent(self, episode: _Running) -> Any:
         await invoke(self.reset, grace=RECANCEL_AFTER)  # `cleanup` releases what it has acquired
+        recorder, point = episode.recorder, episode.point
+        if point is not None and point.state is not None:
+            await invoke(self.load_state, point.state)
+        elif point is None and recorder is not None:
+            await recorder.keep_state()
         await take_turn()
         model: Any = await maybe_await(self.model_factory())
         if model is None:
             raise TypeError("the model factory returned None; Strands would use its default model")
         episode.model = model
-        with new_trajectory(model) as episode.trajectory:
+        with new_trajectory(model, None if point is None else point.trajectory) as episode.trajectory:
             tools = list(await maybe_await(self.get_tools()))
             hooks = [episode.hooks, *await maybe_await(self.get_hooks())]
+            if recorder is not None:
+                hooks.append(recorder)
+                recorder.record(episode.trajectory)
             sandbox = await maybe_await(self.get_sandbox())
             if isinstance(model, SGLangModel):
                 hooks.append(model.hooks)  # records what the agent keeps of each response
@@ -610,9 +721,12 @@ class Environment(Identified):
 
             # Tool providers connect while the agent is created, which may block.
             episode.agent = await run_in_thread(make_agent) if episode.has_providers else make_agent()
-            return await self._invoke(episode.action, episode.agent, episode.conversation.prompt)
+            if point is not None:
+                known = len(episode.conversation.history)
+                await point.restore(episode.agent, episode.hooks.limiter, known)
+            return await self._invoke(episode)
 
-    async def _invoke(self, action: Action, agent: Agent, prompt: Message) -> AgentResult:
+    async def _invoke(self, episode: _Running) -> AgentResult:
         """Invoke the agent, several turns at a time, until it and the user end, or a budget is used up.
 
         Nothing else in the package invokes it.
@@ -620,25 +734,35 @@ class Environment(Identified):
         Returns:
             Its last result; `stop_reason` names the exhausted budget in Strands' words.
         """
+        agent = episode.agent
+        assert agent is not None
         state: dict[str, Any] = {}  # shared by all invocations: tools store data in it
-        messages: Any = [prompt]
-        remaining = self.budgets.remaining(agent)
+        messages: Any = [episode.conversation.prompt]
+        result: AgentResult | None = None
+        tools_first = False
+        if episode.point is not None and episode.point.messages:
+            messages = None
+            tools_first = bool(tool_uses(agent.messages))
+            result = None if tools_first else episode.point.agent_result(agent, episode.hooks.limiter)
         while True:
+            if result is not None:
+                if result.stop_reason in ("end_turn", "stop_sequence"):
+                    with new_trajectory(agent.model):  # for a user that is the same model
+                        messages = await invoke(self.next_user_message, episode.action, agent.messages)
+                if messages is None and result.stop_reason != "limit_turns":
+                    return result
+            remaining = self.budgets.remaining(agent)
+            for name, value in remaining.items():
+                if value < 1 and result is not None:
+                    return replace(result, stop_reason=cast(Any, f"limit_{name}"))
             limits: Any = {
                 **remaining,
                 "turns": min(remaining.get("turns", TURNS_PER_INVOCATION), TURNS_PER_INVOCATION),
             }
+            if tools_first:  # budgets are checked between turns
+                limits, tools_first = {"turns": 1}, False
             result = await agent.invoke_async(messages, invocation_state=state, limits=limits)
             messages = None
-            if result.stop_reason in ("end_turn", "stop_sequence"):
-                with new_trajectory(agent.model):  # for a user that is the same model
-                    messages = await invoke(self.next_user_message, action, agent.messages)
-            if messages is None and result.stop_reason != "limit_turns":
-                return result
-            remaining = self.budgets.remaining(agent)
-            for name, value in remaining.items():
-                if value < 1:
-                    return replace(result, stop_reason=cast(Any, f"limit_{name}"))
 
     async def _result(self, episode: _Running, end: Any, supervisor: Supervisor) -> StepResult:
         """Build the result of an episode, without its reward."""
@@ -693,6 +817,8 @@ class _Running:
     action: Action
     conversation: Opening
     hooks: EpisodeHooks
+    recorder: Recorder | None = None
+    point: Checkpoint | None = None
     began: float = field(default_factory=time.monotonic)
     agent: Agent | None = None
     trajectory: Trajectory | None = None
@@ -727,9 +853,9 @@ def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
     return copy.deepcopy(value, memo)
 
 
-def new_trajectory(model: Any) -> AbstractContextManager[Trajectory | None]:
-    """Record the model's calls inside the context in a new trajectory, if it is a model that records."""
-    return model.episode() if isinstance(model, SGLangModel) else nullcontext()
+def new_trajectory(model: Any, trajectory: Trajectory | None = None) -> AbstractContextManager[Trajectory | None]:
+    """Record the model's calls inside the context in a trajectory, a new one by default, if the model records."""
+    return model.episode(trajectory) if isinstance(model, SGLangModel) else nullcontext()
 
 
 async def compute_reward(

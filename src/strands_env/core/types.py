@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from strands_sglang import TerminationReason, TokenManager, Trajectory
 from strands_sglang.credit import Episode
+from strands_sglang.trajectory.journal import Journal
 
 from .identity import Identified
 
@@ -179,6 +180,8 @@ class StepResult(BaseModel):
             number. None if it did not fail.
         reward_error_is_infrastructure: Whether it failed for a reason that no answer can cause. Every other failure
             counts as a wrong answer, so that a policy gains nothing by making its reward function fail.
+        journal: Its journal, if the environment writes one. Call `journal.acknowledge()` to delete it, once the episode
+            is stored or trained. It is not part of the dumped result.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -189,6 +192,7 @@ class StepResult(BaseModel):
     error: str | None = None
     reward_error: str | None = None
     reward_error_is_infrastructure: bool = False
+    journal: Journal | None = Field(default=None, exclude=True, repr=False)
 
     def episode(
         self, group: Hashable, *, id: str | None = None, turn_rewards: Mapping[int, float] | None = None

@@ -229,6 +229,8 @@ class ModelCall:
             if server is None:
                 server = await self._cancellation.finish(check_server(client, self.template))
             if self.turn.resumes is not None:
+                if self.turn.resumes.finish_type != "abort":  # the whole answer, which the agent never got
+                    return self.turn.resumes
                 self.parts.append(self.turn.resumes)
             closings, empty_attempts = client.closings, 0
             while True:
@@ -260,6 +262,8 @@ class ModelCall:
                     raise self._aborted(answer, closed=True)
                 if self.turn.constrained:
                     self.parts.clear()  # a grammar begins at the first token, and its tokens are not trained
+                else:
+                    self.trajectory.keep_part(self.turn, answer)
                 logger.debug("call=<%d>, tokens=<%d> | aborted, continuing", self.turn.index, answer.completion_tokens)
         except BaseException as error:  # also CancelledError: the turn must not stay "asked"
             if self._prefill is not None:

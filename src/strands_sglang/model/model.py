@@ -361,7 +361,7 @@ class SGLangModel(Model):
         """
         self.trajectory = Trajectory()
 
-    def episode(self) -> AbstractContextManager[Trajectory]:
+    def episode(self, trajectory: Trajectory | None = None) -> AbstractContextManager[Trajectory]:
         """Open a trajectory for one episode: `with model.episode() as trajectory:`.
 
         Several episodes can run on one model at once, each in its own task or thread. Inside, `trajectory`,
@@ -369,10 +369,13 @@ class SGLangModel(Model):
         Later calls of its tasks are recorded in the only episode still running; if there is none or more than one, they
         are recorded outside of all episodes, with a warning.
 
+        Args:
+            trajectory: The trajectory to continue, as read from a file or a journal; None for a new one.
+
         Returns:
             A context manager that yields the episode's [`Trajectory`][strands_sglang.Trajectory].
         """
-        return self._episodes.episode()
+        return self._episodes.episode(trajectory)
 
     @property
     def auxiliary(self) -> AuxiliaryModel:

@@ -200,9 +200,9 @@ class RunningEpisodes:
         return self._running.get(self._of_context() or "", self.outside)
 
     @contextmanager
-    def episode(self) -> Iterator[Trajectory]:
-        """Give the code inside a trajectory of its own."""
-        trajectory = Trajectory()
+    def episode(self, trajectory: Trajectory | None = None) -> Iterator[Trajectory]:
+        """Give the code inside a trajectory of its own: a new one, or one that it continues."""
+        trajectory = Trajectory() if trajectory is None else trajectory
         name = uuid.uuid4().hex
         with self._lock:
             self._running[name] = trajectory

@@ -32,7 +32,7 @@ import os
 import secrets
 import zlib
 from array import array
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import lru_cache
@@ -120,8 +120,64 @@ def encode_turns(
     import numpy as np
 
     positions = {id(turn): position for position, turn in enumerate(turns)}
-    answers = [answer for turn in turns if (answer := turn.generation) is not None]
+    tensors = _columns_of(turns)
+    pieces = {**(known_pieces or {}), **_new_pieces(tensors, encoder, known_pieces or {})}
+    if pieces:
+        tensors["pieces.ids"] = np.asarray(list(pieces), "<i4")
+        tensors["pieces.lengths"] = np.asarray([len(piece) for piece in pieces.values()], "<i4")
+        tensors["pieces.bytes"] = np.frombuffer(b"".join(pieces.values()), "uint8")
+    described = []
+    for position, turn in enumerate(turns):
+        tensors.update(_own_tensors(turn, position))
+        parent = None if turn.parent is None else positions[id(turn.parent)]
+        described.append(_describe_turn(turn, parent, encoder))
+    content = {"turns": described, **facts}
+    tensors["trajectory"] = np.frombuffer(json.dumps(content, default=in_hex).encode(), "uint8")
+    return pack(tensors, FORMAT, VERSION)
 
+
+def turn_content(
+    turn: Turn, parent: int | None, encoder: Encoder | None, known_pieces: Collection[int]
+) -> tuple[dict[str, Any], dict[str, Any], dict[int, bytes]]:
+    """Return the description of one turn, its tensors, and the text of its ids that are not known yet.
+
+    Args:
+        turn: The turn.
+        parent: What names its parent.
+        encoder: Decodes its tokens; None if it is unknown.
+        known_pieces: The ids whose text is known.
+    """
+    tensors = {**_columns_of([turn]), **_own_tensors(turn, 0)}
+    return _describe_turn(turn, parent, None), tensors, _new_pieces(tensors, encoder, known_pieces)
+
+
+def decode_turn(
+    described: Mapping[str, Any], tensors: Mapping[str, Any], turns: Mapping[int, Turn], pieces: Mapping[int, bytes]
+) -> Turn:
+    """Return the turn of which `turn_content` returned the description and the tensors.
+
+    Args:
+        described: The description.
+        tensors: The tensors.
+        turns: The earlier turns, by what names a parent.
+        pieces: The text of its ids.
+
+    Raises:
+        TrajectoryFileError: It is no turn, or not one of these.
+    """
+    reader = _Reader(tensors)
+    turn = reader.turn(described, 0, turns)
+    reader.check_end()
+    if turn.text is None and turn.generation is not None and pieces:
+        turn.text = b"".join(pieces.get(token_id, b"") for token_id in turn.output_ids).decode(errors="replace")
+    return turn
+
+
+def _columns_of(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Return the tensors with the tokens of turns, end to end."""
+    import numpy as np
+
+    answers = [answer for turn in turns if (answer := turn.generation) is not None]
     masks = [answer.sampling_mask for answer in answers if answer.sampling_mask is not None]
     columns: dict[str, Sequence[Any]] = {
         "prompt_ids": [turn.prompt_ids for turn in turns],
@@ -138,26 +194,30 @@ def encode_turns(
         values = [np.asarray(part, dtype=kind) for part in column if part is not None]
         if values or not name.startswith("sampling"):
             tensors[name] = np.concatenate([np.zeros(0, kind), *values])
-    pieces = dict(known_pieces or {})
-    if encoder is not None:
-        used = np.unique(np.concatenate([tensors["prompt_ids"], tensors["output_ids"]])).tolist()
-        pieces.update(encoder.pieces(token_id for token_id in used if token_id not in pieces))
-    if pieces:
-        tensors["pieces.ids"] = np.asarray(list(pieces), "<i4")
-        tensors["pieces.lengths"] = np.asarray([len(piece) for piece in pieces.values()], "<i4")
-        tensors["pieces.bytes"] = np.frombuffer(b"".join(pieces.values()), "uint8")
-    described = []
-    for position, turn in enumerate(turns):
-        experts = None if turn.generation is None else turn.generation.expert_ids()
-        if experts is not None:
-            tensors[f"routed_experts.{position}"] = np.ascontiguousarray(experts)
-        if turn.images is not None:
-            tensors.update(_image_tensors(turn.images, f"images.{position}."))
-        parent = None if turn.parent is None else positions[id(turn.parent)]
-        described.append(_describe_turn(turn, parent, encoder))
-    content = {"turns": described, **facts}
-    tensors["trajectory"] = np.frombuffer(json.dumps(content, default=_in_hex).encode(), "uint8")
-    return pack(tensors, FORMAT, VERSION)
+    return tensors
+
+
+def _own_tensors(turn: Turn, position: int) -> dict[str, Any]:
+    """Return the tensors that one turn has for itself: its routed experts and its images."""
+    import numpy as np
+
+    tensors: dict[str, Any] = {}
+    experts = None if turn.generation is None else turn.generation.expert_ids()
+    if experts is not None:
+        tensors[f"routed_experts.{position}"] = np.ascontiguousarray(experts)
+    if turn.images is not None:
+        tensors.update(_image_tensors(turn.images, f"images.{position}."))
+    return tensors
+
+
+def _new_pieces(tensors: Mapping[str, Any], encoder: Encoder | None, known: Collection[int]) -> dict[int, bytes]:
+    """Return the text of the ids in some tensors that is not known yet."""
+    import numpy as np
+
+    if encoder is None:
+        return {}
+    used = np.unique(np.concatenate([tensors["prompt_ids"], tensors["output_ids"]])).tolist()
+    return encoder.pieces(token_id for token_id in used if token_id not in known)
 
 
 def pack(tensors: Mapping[str, Any], form: str, version: str) -> bytes:
@@ -255,7 +315,7 @@ def _describe_turn(turn: Turn, parent: int | None, encoder: Encoder | None) -> d
     return described
 
 
-def _in_hex(value: Any) -> str:
+def in_hex(value: Any) -> str:
     """Return a digest as JSON has it; raise what `json` does for anything else."""
     return value.hex() if isinstance(value, bytes) else json.JSONEncoder().default(value)
 
@@ -289,9 +349,13 @@ def decode_turns(content: bytes, *, changed_too: bool = False) -> tuple[list[Tur
     recorded = json.loads(metadata["trajectory"] if "trajectory" in metadata else tensors["trajectory"].tobytes())
     recorded["is_changed"] = is_changed
     reader = _Reader(tensors)
-    turns: list[Turn] = []
+    turns: dict[int, Turn] = {}
+    latest = -1
     for position, described in enumerate(recorded.pop("turns")):
-        turns.append(reader.turn(described, position, turns))
+        turn = turns[position] = reader.turn(described, position, turns)
+        if turn.index <= latest:
+            raise DamagedTrajectoryError(f"damaged: call {turn.index} comes after call {latest}")
+        latest = turn.index
     reader.check_end()
     lengths = tensors.get("pieces.lengths", ())
     ends = list(accumulate(map(int, lengths)))
@@ -300,7 +364,7 @@ def decode_turns(content: bytes, *, changed_too: bool = False) -> tuple[list[Tur
         int(token_id): content[end - int(length) : end]
         for token_id, length, end in zip(tensors.get("pieces.ids", ()), lengths, ends, strict=True)
     }
-    return turns, recorded, pieces
+    return [*turns.values()], recorded, pieces
 
 
 def _metadata_of(content: bytes) -> dict[str, str]:
@@ -467,11 +531,11 @@ class _Reader:
             routed_experts=None if experts is None else base64.b64encode(experts.tobytes()).decode(),
         )
 
-    def turn(self, described: Mapping[str, Any], position: int, turns: Sequence[Turn]) -> Turn:
+    def turn(self, described: Mapping[str, Any], position: int, turns: Mapping[int, Turn]) -> Turn:
         count = described["prompt_tokens"]
         answer = described["answer"]
         parent = described["parent"]
-        if parent is not None and not 0 <= parent < position:
+        if parent is not None and parent not in turns:
             raise DamagedTrajectoryError(f"damaged: the parent of turn {position} is {parent!r}")
         where = f"call {described['index']}: "
         known = {name: described[name] for name in _TURN_FIELDS if name in described}
@@ -492,16 +556,14 @@ class _Reader:
             turn.generation = self._generation(answer, self._tensors.get(f"routed_experts.{position}"), where)
             if answer.get("is_resumed"):
                 turn.resumes, turn.status = turn.generation, TurnStatus.CUT  # earlier files say "failed"
-        self._check(turn, turns)
+        self._check(turn)
         return turn
 
-    def _check(self, turn: Turn, before: Sequence[Turn]) -> None:
+    def _check(self, turn: Turn) -> None:
         """Check what no type tells."""
         answer, parent = turn.generation, turn.parent
         wrong = None
-        if before and turn.index <= before[-1].index:
-            wrong = f"comes after call {before[-1].index}"
-        elif parent is not None and not 0 <= (turn.parent_kept or 0) <= len(parent.output_ids):
+        if parent is not None and not 0 <= (turn.parent_kept or 0) <= len(parent.output_ids):
             wrong = f"keeps {turn.parent_kept} of the {len(parent.output_ids)} tokens that the turn before it sampled"
         elif not all({"toolUseId", "name", "id"} <= call.keys() for call in turn.tool_calls):
             wrong = "has a tool call without an id or a name"

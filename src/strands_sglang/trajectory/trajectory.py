@@ -19,8 +19,8 @@ import logging
 import threading
 import uuid
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from ..templates.image_tokens import ImageInputs
 from .discards import After, judge, judge_end, note_if_gone, settle
 from .explain import explain, reason_to_extend, reason_to_open
 from .export import export_sequences, helpers_tokens, sequence_of
+from .journal import Entry, is_journal, read_entries, turns_of
 from .storage import TrajectoryFileError, decode_turns, encode_turns, read_fields, reading, write_file
 from .tokens import TokenManager
 from .turn import Turn, TurnStatus
@@ -147,6 +148,7 @@ class Trajectory:
         encoder: Encodes and decodes what is recorded; None before the first call, and once read from a file.
         end: How the episode ended, if that was noted.
         pieces: The bytes of ids inside a text, as read from a file; empty before.
+        on_record: Called with each turn as soon as its answer, a part of one or its failure is recorded; may be None.
         is_changed: Whether it was read from a file that was changed since; see `from_bytes`.
     """
 
@@ -167,6 +169,7 @@ class Trajectory:
         self.end: EpisodeEnd | None = None
         self.is_changed = False
         self.pieces: dict[int, bytes] = {}
+        self.on_record: Callable[[Turn], None] | None = None
         self._asked: dict[str | None, Conversation] = {}  # the latest one of each agent
         self._has_agents = False  # whether an agent has asked, or is about to
         self._lock = threading.RLock()
@@ -271,7 +274,9 @@ class Trajectory:
             resumed = None
             if retried is not None and retried.parent is place.turn:
                 # Sampled tokens may only follow the exact prompt that they were sampled after.
-                if retried.waits_to_go_on and not constrained and retried.prompt_ids == ids:
+                # A grammar begins at the first token, so it can only have sampled the whole answer.
+                fits = retried.waits_to_go_on and (not constrained or retried.is_whole)
+                if fits and retried.prompt_ids == ids:
                     resumed = retried
                 if resumed is not None or not retried.waits_to_go_on:
                     self._turns.remove(retried)
@@ -357,6 +362,18 @@ class Trajectory:
             else:
                 self.fail(turn, cause)
 
+    def keep_part(self, turn: Turn, generation: Generation) -> None:
+        """Record what a turn has sampled so far, in case that its process dies before it ends.
+
+        Args:
+            turn: The turn that was asked.
+            generation: What was sampled.
+        """
+        with self._lock:
+            if self.on_record is not None and generation.output_ids:
+                part = replace(turn, generation=generation, resumes=generation, status=TurnStatus.CUT)
+                self.on_record(part)
+
     def resume(self, turn: Turn) -> None:
         """Let the next call that asks the same as a cut turn continue from its tokens instead of starting over.
 
@@ -393,6 +410,8 @@ class Trajectory:
 
     def _index(self, turn: Turn) -> None:
         """Make a turn that has ended findable by its question and its answer."""
+        if self.on_record is not None:
+            self.on_record(turn)
         if turn.status is TurnStatus.FAILED or turn.waits_to_go_on:
             self._unanswered.setdefault(turn.key, []).append(turn)
         if turn.answer_key is None:
@@ -578,6 +597,11 @@ class Trajectory:
             answered = (turn for turn in reversed(self._turns) if turn.answer_key is not None)
             return next((turn for turn in answered if ids <= {call["toolUseId"] for call in turn.tool_calls}), None)
 
+    @property
+    def id(self) -> str:
+        """What servers know the episode by. Copies for other continuations of the same prefix share it."""
+        return self._id
+
     def routing_key(self, turn: Turn) -> str:
         """Return the key that keeps a root conversation, with its forks and retries, on one server.
 
@@ -753,15 +777,35 @@ class Trajectory:
                 version.
         """
         with reading(name):
-            turns, facts, pieces = decode_turns(content, changed_too=changed_too)
-            trajectory = cls.of_turns(turns)
-            trajectory.pieces = pieces
-            trajectory.is_changed = facts["is_changed"]
-            if (end := facts.get("end")) is not None:  # earlier files lack it
-                known = {name: value for name, value in end.items() if name not in _UNREAD_END}
-                trajectory.note_end(**read_fields(EpisodeEnd, known))
-            trajectory.result_notices = dict(facts["result_notices"])
-            trajectory.tool_parse_errors = dict(facts["tool_parse_errors"])
+            if is_journal(content):
+                return cls.of_entries([*read_entries(content)])
+            return cls._read(*decode_turns(content, changed_too=changed_too))
+
+    @classmethod
+    def of_entries(cls, entries: Sequence[Entry]) -> Trajectory:
+        """Return the trajectory of a journal.
+
+        Args:
+            entries: Its entries, or the first ones of them for the trajectory as it was then.
+
+        Raises:
+            TrajectoryFileError: They hold what no trajectory can.
+        """
+        with reading("the journal"):
+            return cls._read(*turns_of(entries))
+
+    @classmethod
+    def _read(cls, turns: Sequence[Turn], facts: Mapping[str, Any], pieces: dict[int, bytes]) -> Trajectory:
+        """Return a trajectory of turns, facts about it and the text of ids, as files have them."""
+        trajectory = cls.of_turns(turns)
+        trajectory._id = facts.get("id", trajectory._id)
+        trajectory.pieces = pieces
+        trajectory.is_changed = facts["is_changed"]
+        if (end := facts.get("end")) is not None:  # earlier files lack it
+            known = {name: value for name, value in end.items() if name not in _UNREAD_END}
+            trajectory.note_end(**read_fields(EpisodeEnd, known))
+        trajectory.result_notices = dict(facts["result_notices"])
+        trajectory.tool_parse_errors = dict(facts["tool_parse_errors"])
         return trajectory
 
     @classmethod

@@ -187,6 +187,11 @@ class Turn:
         return self.resumes is not None and self.generation is self.resumes
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the whole answer is recorded, even if the agent has not got it."""
+        return self.generation is not None and self.generation.finish_type != "abort"
+
+    @property
     def ends_at_context_limit(self) -> bool:
         """Whether the end of the context, not `max_new_tokens`, cut the answer off.
 

@@ -1,0 +1,206 @@
+"""Journals, resumes and forks of episodes, on the scripted server."""
+
+import json
+from contextlib import suppress
+
+import pytest
+from safetensors.numpy import load
+from strands import tool
+
+from strands_env.core import Action, Environment, TerminationReason, has_effect
+from strands_sglang import Journal, JournalError, SGLangModel, Trajectory
+from strands_sglang.testing import ScriptedSGLang
+from support.agents import call
+from support.environments import Contains
+
+ASK = Action(message="Count.", task_context={"id": "count", "ground_truth": "done"})
+
+
+class Killed(BaseException):
+    """The process is gone: nothing after it is written."""
+
+
+class Counter(Environment):
+    """Counts in its own state; a service outside of the process counts the effects of `send`."""
+
+    def __init__(self, *args, effects=None, user=(), **kwargs):
+        super().__init__(*args, **kwargs)
+        self.user = list(user)
+        self.effects = effects if effects is not None else []
+        self.total = None
+
+    async def reset(self):
+        self.total = 0
+
+    async def save_state(self):
+        return {"total": self.total}
+
+    async def load_state(self, state):
+        self.total = state["total"]
+
+    async def next_user_message(self, action, messages):
+        said = sum("text" in message["content"][0] for message in messages if message["role"] == "user")
+        return self.user[said - 1] if said <= len(self.user) else None
+
+    def identity(self):
+        return {"class": "Counter"}
+
+    def get_tools(self):
+        @has_effect("idempotent")
+        @tool
+        def add(number: int) -> str:
+            """Add a number.
+
+            Args:
+                number: The number.
+            """
+            self.total += number
+            return f"total {self.total}"
+
+        @tool
+        def send(text: str) -> str:
+            """Send a text.
+
+            Args:
+                text: The text.
+            """
+            self.effects.append(text)
+            return "sent"
+
+        return [add, send]
+
+
+SCRIPT = [
+    call("add", number=2),
+    call("send", text="two"),
+    call("add", number=3) + call("add", number=4),
+    call("send", text="nine"),
+    "All done.",
+]
+
+
+def answer_by_position(request):
+    """Answer by the number of answers in the prompt, so that a restarted server goes on."""
+    position = request.text.count("<|im_start|>assistant") - 1
+    return SCRIPT[min(position, len(SCRIPT) - 1)]
+
+
+def counter(tokenizer, folder, effects=None, answers=answer_by_position, model=None, **settings):
+    scripted = ScriptedSGLang(tokenizer, answers)
+    sampling = {"max_new_tokens": 200, **(model or {})}
+    shared = SGLangModel(tokenizer=tokenizer, client=scripted.client(), sampling_params=sampling)
+    return Counter(lambda: shared, effects=effects, reward_fn=Contains(), journal=folder, **settings), scripted
+
+
+def tokens_of(result):
+    sequences = result.observation.trajectory.sequences()
+    return [(s.token_ids, s.loss_mask, s.logprobs) for s in sequences]
+
+
+def record_of(trajectory):
+    """Everything that a trajectory's file holds, without the order in which it does."""
+    tensors = load(trajectory.to_bytes())
+    pieces = {name: tensors.pop(f"pieces.{name}").tolist() for name in ("ids", "lengths", "bytes")}
+    described = json.loads(tensors.pop("trajectory").tobytes())
+    return (
+        described,
+        sorted(zip(pieces["ids"], pieces["lengths"], strict=True)),
+        {k: v.tolist() for k, v in tensors.items()},
+    )
+
+
+async def test_a_finished_episode_has_its_whole_record_in_the_journal(chatml_tokenizer, tmp_path):
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    result = await environment.step(ASK)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE, result.error
+    (path,) = tmp_path.glob("*.journal")
+    loaded = Trajectory.load(path)
+    saved = Trajectory.from_bytes(result.observation.trajectory.to_bytes())
+    assert [turn.status for turn in loaded.turns] == [turn.status for turn in saved.turns]
+    assert [s.token_ids for s in loaded.sequences()] == [s.token_ids for s in saved.sequences()]
+    assert record_of(loaded) == record_of(saved)
+    again, _ = counter(chatml_tokenizer, tmp_path)
+    (resumed,) = await again.resume(tmp_path)
+    assert resumed.reward == result.reward
+    assert resumed.observation.messages == result.observation.messages
+    assert tokens_of(resumed) == tokens_of(result)
+    result.journal.acknowledge()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def dying(monkeypatch):
+    """Let the process die after a number of writes to its journal; returns how many there were."""
+    state = {"left": None, "writes": 0}
+    append = Journal.append
+
+    def counted(journal, *args, **kwargs):
+        if state["left"] == 0:
+            raise Killed
+        append(journal, *args, **kwargs)
+        state["writes"] += 1
+        if state["left"] is not None:
+            state["left"] -= 1
+            if state["left"] == 0:
+                raise Killed
+
+    monkeypatch.setattr(Journal, "append", counted)
+    return state
+
+
+SETTINGS = {
+    "plain": {},
+    "tool iterations": {"max_tool_iterations": 2},
+    "tool calls": {"max_tool_calls": 3},
+    "parallel tool calls": {"max_parallel_tool_calls": 1},
+    "turns": {"max_turns": 3},
+    "sampled tokens": {"max_sampled_tokens": 60},
+    "states kept seldom": {"fork_points": 2},
+    "cut answer": {"model": {"max_new_tokens": 12}},
+    "user": {"user": ["Thanks. Again?"]},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+async def test_an_episode_killed_at_any_write_ends_as_an_uninterrupted_one(chatml_tokenizer, tmp_path, dying, settings):
+    environment, _ = counter(chatml_tokenizer, tmp_path / "whole", **settings)
+    whole = await environment.step(ASK)
+    total = environment.total
+    writes, interrupted = dying["writes"], 0
+    for count in range(1, writes + 1):
+        folder, effects = tmp_path / str(count), []
+        dying["left"] = count
+        environment, _ = counter(chatml_tokenizer, folder, effects, **settings)
+        with suppress(Killed):
+            await environment.step(ASK)
+        before = list(effects)
+        dying["left"] = None
+        environment, _ = counter(chatml_tokenizer, folder, effects, **settings)
+        try:
+            (resumed,) = await environment.resume(folder)
+        except JournalError:
+            assert count == 1  # before the episode had begun
+            continue
+        assert sorted(set(effects)) == sorted(effects), count
+        if resumed.termination_reason is TerminationReason.INTERRUPTED:
+            interrupted += 1
+            assert resumed.reward is None and effects == before
+            continue
+        assert facts_of(resumed) == facts_of(whole), count
+        assert environment.total in (total, None), count  # None if the episode had ended
+    assert interrupted < writes / 4
+
+
+def facts_of(result):
+    """What is the same in a resumed episode and in one that was not interrupted."""
+    metrics = result.observation.metrics
+    counts = {name: metrics[name] for name in ("model_calls", "tool_iterations", "tool_calls", "sampled_tokens")}
+    said = [list(map(said_in, message["content"])) for message in result.observation.messages]
+    turns = [(turn.status, len(turn.output_ids)) for turn in result.observation.trajectory.turns]
+    return result.termination_reason, result.reward, counts, said, tokens_of(result), turns
+
+
+def said_in(block):
+    """A block of a message without the ids of its calls."""
+    kind = next(iter(block))
+    return kind, {**block[kind], "toolUseId": None} if kind in ("toolUse", "toolResult") else block[kind]
