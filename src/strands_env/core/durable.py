@@ -332,9 +332,10 @@ class Checkpoint:
             metadata: Any = answer.get("metadata")
             if metadata is None:  # Strands wrote it
                 continue
+            totals: Any = agent.event_loop_metrics
             for total, added in (
-                (agent.event_loop_metrics.accumulated_usage, metadata["usage"]),
-                (agent.event_loop_metrics.accumulated_metrics, metadata["metrics"]),
+                (totals.accumulated_usage, metadata["usage"]),
+                (totals.accumulated_metrics, metadata["metrics"]),
             ):
                 total.update({name: total.get(name, 0) + count for name, count in added.items()})
         # Strands counts a cycle again that begins with the tools.

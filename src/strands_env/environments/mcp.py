@@ -18,7 +18,7 @@ from strands.hooks.events import AfterToolCallEvent
 from strands.tools.mcp import MCPClient
 
 from ..core import Action, Environment, ModelFactory, RewardFunction, StepResult
-from ..core.environment import TOOL_TIMEOUT_PREFIX
+from ..core.tools import TOOL_TIMEOUT_PREFIX
 from ..core.supervision import maybe_await, run_in_thread
 from .backends import BackendError, EndOnBackendErrors
 

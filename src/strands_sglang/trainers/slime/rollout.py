@@ -338,10 +338,10 @@ class EpisodeModel(SGLangModel):
     _is_open = False
 
     @override
-    def episode(self) -> AbstractContextManager[Trajectory]:
+    def episode(self, trajectory: Trajectory | None = None) -> AbstractContextManager[Trajectory]:
         """Return the running episode first, and then new ones, such as a judge's."""
-        if self._is_open:
-            return super().episode()
+        if self._is_open or trajectory is not None:
+            return super().episode(trajectory)
         self._is_open = True
         return nullcontext(self.trajectory)
 
