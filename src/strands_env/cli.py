@@ -329,6 +329,7 @@ _OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "--ray-args": ("JSON", "further arguments of RayExecutor", _JSON),
         "--keep-tokens": (None, "keep token ids, loss masks and logprobs", _FLAG),
         "--keep-trajectories": (None, "keep every model call, one file per sample", _FLAG),
+        "--journal": (None, "write episodes as they happen, so that a later run continues them", _FLAG),
         "--stop-after-failures": (
             "N",
             "stop after N failed samples in a row (default: %(default)s)",
@@ -994,6 +995,7 @@ def named_evaluator(arguments: argparse.Namespace, env_factory: Any, config: dic
             max_concurrency=arguments.concurrency,
             keep_tokens=arguments.keep_tokens,
             keep_trajectories=arguments.keep_trajectories,
+            journal=arguments.journal,
             output_path=arguments.output,
             config=config,
             success_threshold=arguments.success_threshold,

@@ -290,14 +290,14 @@ class EpisodeActor:
             raise RestartedError("Ray has started the actor again")
         return self._loaded
 
-    async def run(self, number: int, prompt: Prompt) -> bytes | None:
+    async def run(self, number: int, prompt: Prompt, key: str) -> bytes | None:
         """Run an episode of a prompt; return None if it is canceled.
 
         The result is bytes: arrays in the object store would be read-only, and fill it while the driver keeps them.
         """
         if number in self._cancelled:
             return None
-        running = self._running[number] = asyncio.ensure_future(self._episodes.run(prompt))
+        running = self._running[number] = asyncio.ensure_future(self._episodes.run(prompt, key))
         await asyncio.wait({running})
         del self._running[number]
         return None if running.cancelled() else _packed(running.result())
@@ -374,14 +374,15 @@ class _Pool:
         for handle in self._handles:
             ray.kill(handle)
 
-    async def run(self, prompt: Prompt) -> SampleRun:
+    async def run(self, prompt: Prompt, key: str) -> SampleRun:
         """Run an episode of a prompt, again if its actor is lost; see `Runner`."""
         tries = self._settings.tries
         reason = ""
         attempt = 1
         while attempt <= tries:
             try:
-                return cast(SampleRun, cloudpickle.loads(await self._call("run", prompt, alone=1 < attempt == tries)))
+                packed = await self._call("run", prompt, key, alone=1 < attempt == tries)
+                return cast(SampleRun, cloudpickle.loads(packed))
             except RestartedError:
                 continue  # it has not run
             except RayError as error:
@@ -402,11 +403,11 @@ class _Pool:
         """Return the identity of a prompt's environment; see `Runner`."""
         return cast("dict[str, Any]", await self._call("identity", prompt))
 
-    async def _call(self, method: str, prompt: Prompt, *, alone: bool = False) -> Any:
+    async def _call(self, method: str, prompt: Prompt, *arguments: Any, alone: bool = False) -> Any:
         sample, actor = await self._take(prompt.id, alone=alone)
         try:
             number = next(self._numbers)
-            answer = asyncio.wrap_future(getattr(actor.handle, method).remote(number, prompt).future())
+            answer = asyncio.wrap_future(getattr(actor.handle, method).remote(number, prompt, *arguments).future())
             answer.add_done_callback(lambda ended: self._hear(actor, ended))
             await until_done(answer, lambda: actor.handle.cancel.remote(number))  # it comes after the cleanup
             return answer.result()

@@ -36,6 +36,7 @@ from .tool_limiter import (
 )
 from .tool_parsers import ToolParser, ToolParseResult, get_tool_parser, register_tool_parser
 from .trajectory.journal import Journal, JournalInUseError
+from .trajectory.storage import TrajectoryFileError
 from .trajectory.tokens import Rollout, Segment, Token, TokenManager
 from .trajectory.trajectory import Trajectory
 from .trajectory.turn import Turn, TurnStatus
@@ -77,6 +78,7 @@ __all__ = [
     "ToolParseResult",
     "ToolParser",
     "Trajectory",
+    "TrajectoryFileError",
     "Turn",
     "TurnStatus",
     "clear_clients",

@@ -71,6 +71,11 @@ class AgentCoreCodeEnvironment(Environment):
         self._client: Any = None
         self._one_at_a_time = asyncio.Lock()
 
+    @property
+    def restart_only(self) -> str | None:
+        """Why an episode cannot continue elsewhere: its interpreter is a remote session."""
+        return "an interpreter of AgentCore cannot be copied"
+
     def get_tools(self) -> Sequence[Any]:
         """Return the tool that runs programs."""
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from strands import tool
 
-from ..core import Environment
+from ..core import Environment, has_effect
 
 Number = int | float
 
@@ -35,6 +35,7 @@ class ArithmeticExpressionError(ValueError):
     """An expression cannot be evaluated. The message is written for the model that sent it."""
 
 
+@has_effect("pure")
 @tool
 async def calculator(expression: str) -> dict[str, Any]:
     """Compute an arithmetic expression.

@@ -18,8 +18,8 @@ from strands.hooks.events import AfterToolCallEvent
 from strands.tools.mcp import MCPClient
 
 from ..core import Action, Environment, ModelFactory, RewardFunction, StepResult
-from ..core.tools import TOOL_TIMEOUT_PREFIX
 from ..core.supervision import maybe_await, run_in_thread
+from ..core.tools import TOOL_TIMEOUT_PREFIX
 from .backends import BackendError, EndOnBackendErrors
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from strands import tool
 from strands.hooks import HookProvider
 
-from ..core import Environment, ModelFactory, RewardFunction
+from ..core import Environment, ModelFactory, RewardFunction, has_effect
 from ..core.supervision import queued
 from ..sandbox import Execution, Mode, PythonSandbox, SandboxError, SandboxLimits
 from .backends import EndOnBackendErrors
@@ -90,6 +90,7 @@ def python_tool(sandbox: PythonSandbox) -> Any:
         A Strands tool.
     """
 
+    @has_effect("pure")
     @tool
     async def execute_python_code(code: str) -> dict[str, Any]:
         """Execute a Python program and return what it prints.

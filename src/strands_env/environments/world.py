@@ -17,7 +17,7 @@ from strands.types.tools import AgentTool
 from strands.vended_tools import make_file_editor, make_shell
 from typing_extensions import override
 
-from ..core import Environment, ModelFactory, RewardFunction
+from ..core import Environment, ModelFactory, RewardFunction, has_effect
 from ..sandbox import WORLD_LIMITS, Execution, Image, Network, SandboxError, SandboxLimits, World
 from .backends import BackendError, EndOnBackendErrors
 
@@ -53,6 +53,12 @@ class SandboxedEnvironment(Environment):
         """Return the sandbox, as the place where tools run."""
         assert self.sandbox is not None, "the sandbox is given, or set by `reset`"
         return self.sandbox
+
+    @property
+    @override
+    def restart_only(self) -> str | None:
+        """Why an episode cannot continue elsewhere: the files in a sandbox that is given are not known here."""
+        return f"{type(self).__name__} does not know how to copy its sandbox"
 
     @override
     def get_hooks(self) -> Sequence[HookProvider]:
@@ -119,6 +125,24 @@ class WorldEnvironment(SandboxedEnvironment):
             raise BackendError(str(error)) from error
         self.sandbox = WorldSandbox(self.world)
 
+    @property
+    @override
+    def restart_only(self) -> str | None:
+        """None: files are copied. Programs that run in the background are not."""
+        return None
+
+    @override
+    async def save_state(self) -> bytes:
+        """Return what the world's files have become since `reset`."""
+        assert self.world is not None, "the world runs from `reset` to `cleanup`"
+        return await self.world.changes()
+
+    @override
+    async def load_state(self, state: bytes) -> None:
+        """Make the world's files what they were."""
+        assert self.world is not None, "the world runs from `reset` to `cleanup`"
+        await self.world.apply(state)
+
     @override
     async def cleanup(self) -> None:
         """End the world."""
@@ -152,7 +176,7 @@ class WorldSandbox(PosixShellSandbox):
     @override
     def get_tools(self) -> list[AgentTool]:
         """Return the tools `shell` and `file_editor`."""
-        return [make_shell(sandbox=self), make_file_editor(sandbox=self)]
+        return [has_effect("idempotent")(tool) for tool in (make_shell(sandbox=self), make_file_editor(sandbox=self))]
 
     @override
     async def execute_streaming(

@@ -13,6 +13,7 @@ The files of `results.jsonl`, in the same folder:
 - `results.failures.jsonl`: one record per failure of an unfinished sample, with its cause;
 - `results.run.json`: the benchmark, the configuration, the prompts and the number of samples;
 - `results.trajectories/KEY.safetensors`: all model calls of a finished sample, with `keep_trajectories`;
+- `results.journals/KEY.journal`: the episode of an unfinished sample, with `journal`;
 - `results.status.json`: what the evaluation does now, while it runs;
 - `results.lock`: held by the process that writes.
 
@@ -68,7 +69,12 @@ logger = logging.getLogger(__name__)
 
 
 _NOT_THE_POLICY = frozenset(
-    {TerminationReason.INFRASTRUCTURE_ERROR, TerminationReason.ABORTED, TerminationReason.CANCELLED}
+    {
+        TerminationReason.INFRASTRUCTURE_ERROR,
+        TerminationReason.ABORTED,
+        TerminationReason.CANCELLED,
+        TerminationReason.INTERRUPTED,
+    }
 )
 
 RECORD_START = b'{"key":"'
@@ -440,6 +446,8 @@ class Storage:
 
         place = await (self._results if sample.is_finished else self._failures).append(line)
         _leave_tokens(sample, place)
+        if sample.is_finished or sample.step_result.termination_reason is TerminationReason.INTERRUPTED:
+            journal_file(self.path, sample.key).unlink(missing_ok=True)  # its episode does not continue
 
     async def note(self, status: Status) -> None:
         """Write what the evaluation does now, for `watch`. What cannot be written is left out."""
@@ -532,6 +540,11 @@ def results_file(path: str | os.PathLike[str]) -> Path:
 def side_file(path: Path, ending: str) -> Path:
     """Return the path of a file that belongs to a results file."""
     return path.with_name(path.name.removesuffix(".jsonl") + ending)
+
+
+def journal_file(path: Path, key: str) -> Path:
+    """Return the path of a sample's journal, next to the results file."""
+    return side_file(path, ".journals") / f"{key}.journal"
 
 
 def trajectory_file(path: Path, key: str) -> Path:

@@ -8,17 +8,27 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
 
-from strands_sglang import OUTCOMES, SGLangClientError, TerminationReason, Trajectory, termination_reason
+from strands_sglang import (
+    OUTCOMES,
+    JournalError,
+    JournalInUseError,
+    SGLangClientError,
+    TerminationReason,
+    Trajectory,
+    TrajectoryFileError,
+    termination_reason,
+)
 
 from ..core import Action, Environment, Observation, StepResult
 from ..core.environment import read_conversation
 from ..core.identity import describe
 from ..core.supervision import maybe_await
-from .checkpoint import Prompt, with_finite_reward
+from .checkpoint import Prompt, journal_file, with_finite_reward
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +62,12 @@ class ExecutorError(Exception):
 class Runner(Protocol):
     """Runs the samples of one evaluation, many at a time."""
 
-    async def run(self, prompt: Prompt) -> SampleRun:
+    async def run(self, prompt: Prompt, key: str) -> SampleRun:
         """Run one episode of a prompt. Whatever fails is reported by its result.
+
+        Args:
+            prompt: The prompt.
+            key: The sample's key, which names its journal.
 
         Raises:
             CancelledError: The caller was cancelled. The episode has ended and is cleaned up.
@@ -82,7 +96,13 @@ class LocalRunner:
     """The episodes of one evaluation, run in the current process and event loop."""
 
     def __init__(
-        self, env_factory: EnvironmentFactory, *, keep_tokens: bool, keep_trajectories: bool, keep_identity: bool
+        self,
+        env_factory: EnvironmentFactory,
+        *,
+        keep_tokens: bool,
+        keep_trajectories: bool,
+        keep_identity: bool,
+        results: Path | None = None,
     ) -> None:
         """Prepare to run episodes.
 
@@ -91,17 +111,19 @@ class LocalRunner:
             keep_tokens: Whether an episode returns its tokens.
             keep_trajectories: Whether it returns its trajectory.
             keep_identity: Whether it returns the identity of its environment.
+            results: The results file next to which episodes have journals; None for no journals.
         """
         self.env_factory = env_factory
         self.keep_tokens = keep_tokens
         self.keep_trajectories = keep_trajectories
         self.keep_identity = keep_identity
+        self.results = results
         self._served: dict[Any, asyncio.Future[dict[str, str]]] = {}
 
-    async def run(self, prompt: Prompt) -> SampleRun:
-        """Run one episode of a prompt; see `Runner`."""
+    async def run(self, prompt: Prompt, key: str) -> SampleRun:
+        """Run one episode of a prompt, or continue it; see `Runner`."""
         began = time.monotonic()
-        running = asyncio.ensure_future(self._run(prompt))
+        running = asyncio.ensure_future(self._run(prompt, key))
         await until_done(running, running.cancel)
         # If the task is cancelled although this one is not, the environment raised CancelledError.
         cancelled = (failed(asyncio.CancelledError()), True, None)
@@ -128,7 +150,7 @@ class LocalRunner:
         """Create the environment of a prompt."""
         return await self._make(prompt.action.model_copy(deep=True))
 
-    async def _run(self, prompt: Prompt) -> tuple[StepResult, bool, dict[str, Any] | None]:
+    async def _run(self, prompt: Prompt, key: str) -> tuple[StepResult, bool, dict[str, Any] | None]:
         # A copy: environments may modify the action, which must not affect other samples.
         action = prompt.action.model_copy(deep=True)
         try:
@@ -141,7 +163,7 @@ class LocalRunner:
             return result, True, None
         is_judged = getattr(env, "reward_fn", None) is not None
         try:
-            return with_finite_reward(await env.step(action)), is_judged, identity
+            return with_finite_reward(await self._step(env, action, key)), is_judged, identity
         except (Exception, SystemExit) as error:
             logger.warning("an episode failed", exc_info=True)
             result = failed(error)
@@ -150,6 +172,21 @@ class LocalRunner:
             except Exception:  # an invalid task: the model was not called
                 result.observation.metrics["model_calls"] = 0
             return result, is_judged, identity
+
+    async def _step(self, env: Environment, action: Action, key: str) -> StepResult:
+        if self.results is None or not isinstance(env, Environment):
+            return await env.step(action)
+        env.journal = file = journal_file(self.results, key)
+        if file.exists():
+            try:
+                (result,) = await env.resume(file)
+                return result
+            except JournalInUseError:
+                raise
+            except (JournalError, TrajectoryFileError) as error:
+                logger.warning("error=<%s> | the episode starts again, and the file is renamed", error)
+                file.replace(file.with_suffix(".refused"))
+        return await env.step(action)
 
     async def _make(self, action: Action) -> Environment:
         env: Environment | None = await maybe_await(self.env_factory(action))

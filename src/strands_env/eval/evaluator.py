@@ -141,6 +141,7 @@ class Evaluator:
         *,
         config: Mapping[str, Any] | None = None,
         keep_trajectories: bool = False,
+        journal: bool = False,
         success_threshold: float = SUCCESS_THRESHOLD,
         answer_fn: AnswerFn = answer_of,
         stop_after_failures: int | None = None,
@@ -166,6 +167,9 @@ class Evaluator:
                 configuration or environment are never mixed with these; a file that contains them is refused.
             keep_trajectories: Whether to store all model calls of each finished sample, in a file per sample next to
                 the results. Needs an `output_path`.
+            journal: Whether each episode is written to a journal next to the results until its sample is finished, so
+                that a later run continues it instead of starting it again. Needs an `output_path`, in a folder that all
+                machines share.
             success_threshold: Minimum reward of a success, 1.0 by default.
             answer_fn: Function that returns what a sample answered, for majority votes.
             stop_after_failures: Number of consecutive dropped or errored samples after which `run` stops; None for no
@@ -176,7 +180,7 @@ class Evaluator:
             executor: Where episodes run; None for this process and event loop.
 
         Raises:
-            ValueError: A number is invalid, or `keep_trajectories` is set without an `output_path`.
+            ValueError: A number is invalid, or `keep_trajectories` or `journal` is set without an `output_path`.
         """
         if n_samples_per_prompt < 1:
             raise ValueError("n_samples_per_prompt must be at least 1")
@@ -186,8 +190,9 @@ class Evaluator:
             raise ValueError("stop_after_failures must be at least 1, or None")
         if not math.isfinite(success_threshold):
             raise ValueError(f"success_threshold must be a finite number, not {success_threshold}")
-        if keep_trajectories and output_path is None:
-            raise ValueError("keep_trajectories needs an output_path")
+        for name, needs_path in (("keep_trajectories", keep_trajectories), ("journal", journal)):
+            if needs_path and output_path is None:
+                raise ValueError(f"{name} needs an output_path")
         self.env_factory = env_factory
         self.n_samples_per_prompt = n_samples_per_prompt
         self.max_concurrency = max_concurrency
@@ -196,6 +201,7 @@ class Evaluator:
         self.output_path = output_path
         self.config = dict(config or {})
         self.keep_trajectories = keep_trajectories
+        self.journal = journal
         self.success_threshold = success_threshold
         self.answer_fn = answer_fn
         self.stop_after_failures = stop_after_failures
@@ -247,6 +253,7 @@ class Evaluator:
                 keep_tokens=self.keep_tokens,
                 keep_trajectories=self.keep_trajectories,
                 keep_identity=storage is not None,
+                results=storage.path if storage is not None and self.journal else None,
             )
             actions = [prompt.action for prompt in prompts]
             concurrency = await Concurrency.of(self.max_concurrency, self.env_factory, actions)
@@ -306,7 +313,7 @@ class Evaluator:
                 async for key, prompt, index in concurrency.admit(waiting):
                     name = f"{prompt.id} #{index}"
                     began[name] = time.time()
-                    episode = await runner.run(prompt)
+                    episode = await runner.run(prompt, key)
                     sample = self._sample(key, prompt, index, episode)
                     if storage is not None:
                         await storage.add(sample, trajectory=episode.trajectory)

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import gzip
 import itertools
 import json
 import os
@@ -623,6 +624,30 @@ class World:
                 raise
             return self.image
 
+    async def changes(self) -> bytes:
+        """Return what differs from the image's files: a compressed archive, in the form of an image's layer.
+
+        Raises:
+            OSError: It is larger than `limits.disk_bytes`.
+            SandboxError: The world is not running, or does not answer.
+        """
+        reads, writes = os.pipe()
+        packing = self._loop.run_in_executor(None, _read_all, reads, self.limits.disk_bytes)
+        try:
+            await self._with_files({"do": "pack_layer", "path": "its files"}, writes)
+        finally:
+            content = await packing
+        return gzip.compress(content, 1)
+
+    async def apply(self, changes: bytes) -> None:
+        """Make the changes of another world with the same image; see `changes`.
+
+        Raises:
+            OSError: They cannot be written.
+            SandboxError: The world is not running, or does not answer.
+        """
+        await self._with_files({"do": "layer", "path": "/", "is_first": False}, _in_memory(changes))
+
     async def fork(self, count: int = 1, *, keep_programs: bool = False) -> list[World]:
         """Start worlds with the files, limits and settings of this one; processes are not copied.
 
@@ -759,6 +784,14 @@ def _start(config: dict[str, Any], control: socket.socket) -> None:
         STARTER.start(config, control, layers)
     finally:
         os.close(layers)
+
+
+def _read_all(pipe: int, most: int) -> bytes:
+    with open(pipe, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"the changes are larger than {most} bytes")
+    return content
 
 
 def _in_memory(content: bytes) -> int:

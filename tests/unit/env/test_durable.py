@@ -8,10 +8,12 @@ from safetensors.numpy import load
 from strands import tool
 
 from strands_env.core import Action, Environment, TerminationReason, has_effect
+from strands_env.environments import WorldEnvironment
 from strands_sglang import Journal, JournalError, SGLangModel, Trajectory
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
 from support.environments import Contains
+from support.worlds import needs_worlds
 
 ASK = Action(message="Count.", task_context={"id": "count", "ground_truth": "done"})
 
@@ -79,10 +81,14 @@ SCRIPT = [
 ]
 
 
-def answer_by_position(request):
-    """Answer by the number of answers in the prompt, so that a restarted server goes on."""
+def answer_of(request, script):
+    """Answer by the number of answers in the prompt, so that a restarted server continues."""
     position = request.text.count("<|im_start|>assistant") - 1
-    return SCRIPT[min(position, len(SCRIPT) - 1)]
+    return script[min(position, len(script) - 1)]
+
+
+def answer_by_position(request):
+    return answer_of(request, SCRIPT)
 
 
 def counter(tokenizer, folder, effects=None, answers=answer_by_position, model=None, **settings):
@@ -204,3 +210,31 @@ def said_in(block):
     """A block of a message without the ids of its calls."""
     kind = next(iter(block))
     return kind, {**block[kind], "toolUseId": None} if kind in ("toolUse", "toolResult") else block[kind]
+
+
+WORLD_SCRIPT = [
+    call("shell", command="mkdir -p /task && echo one >> /task/notes"),
+    call("shell", command="echo two >> /task/notes; rm -f /etc/hostname"),
+    call("shell", command="cat /task/notes; ls /etc/hostname"),
+    "All done.",
+]
+
+
+@needs_worlds
+async def test_a_world_continues_with_its_files_and_forks_them(chatml_tokenizer, tmp_path, dying):
+    def environment(folder):
+        scripted = ScriptedSGLang(chatml_tokenizer, lambda request: answer_of(request, WORLD_SCRIPT))
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=scripted.client())
+        return WorldEnvironment(lambda: model, Contains(), journal=folder)
+
+    whole = await environment(tmp_path / "whole").step(ASK)
+    for count in range(3, dying["writes"]):
+        folder = tmp_path / str(count)
+        dying["left"] = count
+        with suppress(Killed):
+            await environment(folder).step(ASK)
+        dying["left"] = None
+        (resumed,) = await environment(folder).resume(folder)
+        assert facts_of(resumed) == facts_of(whole), count
+    (forked,) = await environment(tmp_path / "forks").fork(whole, 2)
+    assert facts_of(forked)[3] == facts_of(whole)[3]

@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 import subprocess
+import tarfile
 from collections.abc import Iterable
 from typing import Any
 
@@ -137,6 +138,47 @@ def copy_layer(source: int, target: int) -> None:
                 _copy_entry(name, opened, into, first_names, f"{path}/{name}", target)
         _copy_attributes(opened, into)
         os.close(into)
+
+
+def pack_layer(source: int, archive: tarfile.TarFile) -> None:
+    """Pack a layer as one of an image; `source` is its folder. See `copy_layer` for why only by descriptors.
+
+    What other file systems cover is left out: every world mounts its own there.
+    """
+    with open("/proc/self/mountinfo") as mounts:
+        covered = {f".{line.split()[4]}" for line in mounts}
+    for folder, inner, names, opened in os.fwalk(".", dir_fd=source):
+        if "user.overlay.opaque" in os.listxattr(opened):
+            archive.addfile(tarfile.TarInfo(f"{folder}/.wh..wh..opq"))
+        for name in (*inner, *names):
+            if f"{folder}/{name}" in covered:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                _pack_entry(name, opened, f"{folder}/{name}", archive)
+
+
+def _pack_entry(name: str, folder: int, path: str, archive: tarfile.TarFile) -> None:
+    state = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    member = tarfile.TarInfo(path)
+    if stat.S_ISREG(state.st_mode):
+        with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder), "rb") as file:
+            member = archive.gettarinfo(arcname=path, fileobj=file)
+            archive.addfile(member, file if member.isreg() else None)
+        return
+    if stat.S_ISCHR(state.st_mode) and state.st_rdev == 0:  # the mark of a removed file
+        archive.addfile(tarfile.TarInfo(os.path.join(os.path.dirname(path), f".wh.{name}")))
+        return
+    member.uid, member.gid, member.mtime = state.st_uid, state.st_gid, state.st_mtime
+    member.mode = stat.S_IMODE(state.st_mode)
+    if stat.S_ISDIR(state.st_mode):
+        member.type = tarfile.DIRTYPE
+    elif stat.S_ISLNK(state.st_mode):
+        member.type, member.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=folder)
+    elif stat.S_ISFIFO(state.st_mode):
+        member.type = tarfile.FIFOTYPE
+    else:  # a socket has no use without its program
+        return
+    archive.addfile(member)
 
 
 def _copy_entry(name: str, source: int, into: int, first_names: dict[int, str], path: str, target: int) -> None:

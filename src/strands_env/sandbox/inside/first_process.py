@@ -223,7 +223,7 @@ class FirstProcess:
             return
         pid = os.fork()
         if pid == 0:
-            if request["do"] == "copy":
+            if request["do"] in ("copy", "pack_layer"):
                 files.append(self._disk.upper)
             only_these(files)
             if request["do"] == "execute":
@@ -581,6 +581,12 @@ def _copy(request: dict[str, Any]) -> None:
     file_system.copy_layer(1, 0)
 
 
+def _pack_layer(request: dict[str, Any]) -> None:
+    """Pack the world's own layer, descriptor 1, in the form that `_unpack_layer` unpacks."""
+    with os.fdopen(0, "wb") as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
+        file_system.pack_layer(1, archive)
+
+
 OPERATIONS: dict[str, Callable[[dict[str, Any]], None]] = {
     "read": _read,
     "write": _write_file,
@@ -588,6 +594,7 @@ OPERATIONS: dict[str, Callable[[dict[str, Any]], None]] = {
     "unpack": _unpack,
     "layer": _unpack_layer,
     "copy": _copy,
+    "pack_layer": _pack_layer,
 }
 
 
