@@ -13,15 +13,15 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import numpy as np
 from pydantic_core import to_jsonable_python
 from strands import Agent, Snapshot
 from strands.agent import AgentResult
 from strands.hooks import HookOrder, HookProvider, HookRegistry
-from strands.hooks.events import AfterToolCallEvent, BeforeModelCallEvent, BeforeToolCallEvent, MessageAddedEvent
+from strands.hooks.events import AfterToolCallEvent, AgentInitializedEvent, BeforeToolCallEvent
 from strands.types.content import Message
 from strands.types.session import decode_bytes_values, encode_bytes_values
 from strands.types.tools import AgentTool, ToolResult, ToolUse
@@ -51,7 +51,6 @@ Effect = Literal["pure", "idempotent", "once"]
 ForkPoints = Literal["all", "none"] | int
 """After which tool iterations the environment's state is kept: all, none, or every n-th."""
 
-_PACKAGES = ("strands-agents", "strands-sglang", "transformers")
 _MAY_CONTINUE = (
     TerminationReason.ABORTED,
     TerminationReason.CANCELLED,
@@ -100,23 +99,19 @@ def effect_of(tool: AgentTool | None) -> Effect:
 class Recorder(HookProvider):
     """Writes the journal of one episode, as a hook of its agent.
 
+    The agent's messages are written with the next entry of any kind. A process that dies before has lost none of them:
+    an answer is in its turn's entry, and a result in its call's.
+
     Attributes:
         journal: The journal.
         trajectory: The episode's trajectory; None for models that record none.
     """
 
     def __init__(self, journal: Journal, environment: Environment) -> None:
-        """Create the recorder; `begin` or `go_on` starts it."""
+        """Create the recorder; `begin` starts it."""
         self.journal = journal
         self.trajectory: Trajectory | None = None
         self._environment = environment
-        self._began = time.monotonic()
-        self._turns = TurnWriter(self._write)
-        self._messages: list[Message] = []  # as written
-        self._agent: Any = None  # its own state, as written
-        self._running: set[str] = set()
-        self._changing = 0  # calls that are not pure since the state was kept
-        self._iterations = 0
         self._is_lost = False
 
     def begin(self, attempt: int, action: Action, point: Checkpoint | None) -> None:
@@ -130,30 +125,30 @@ class Recorder(HookProvider):
         Raises:
             JournalError: Another one writes the journal, or it cannot be written and must be.
         """
-        environment = self._environment
         self._began = time.monotonic()
         self._turns = TurnWriter(self._write)
-        self._messages, self._agent = [], None
+        self._agent: Agent | None = None
+        self._messages: list[Message] = []  # as written
+        self._agent_state: Any = None  # as written
+        self._running: set[str] = set()
+        self._iterations = 0
         self._write("writer", {"host": platform.node(), "process": os.getpid()}, {})
         if point is not None:
             self._began -= point.seconds
-            self._messages, self._agent = list(point.messages), point.agent
-            self._turns.go_on(point.trajectory)
+            self._turns.continue_with(point.trajectory)
             return
-        if environment.restart_only is not None:
-            why = environment.restart_only
-            logger.warning("why=<%s> | episodes can be read in their journals, but not resumed", why)
-        self._write(
-            "attempt",
-            {
-                "attempt": attempt,
-                "action": encode_bytes_values(action.model_dump()),
-                "environment": environment.identity(),
-                "restart_only": environment.restart_only,
-                "packages": {name: version(name) for name in _PACKAGES},
-            },
-            {},
-        )
+        environment = self._environment
+        why_not = environment.restart_only
+        if why_not is not None:
+            logger.warning("why=<%s> | episodes can be read in their journals, but not resumed", why_not)
+        begun = {
+            "attempt": attempt,
+            "action": encode_bytes_values(action.model_dump()),
+            "environment": environment.identity(),
+            "restart_only": why_not,
+            "packages": _versions(),
+        }
+        self._write("attempt", begun, {})
 
     def record(self, trajectory: Trajectory | None) -> None:
         """Write the turns of the episode's trajectory from now on."""
@@ -162,10 +157,10 @@ class Recorder(HookProvider):
             trajectory.on_record = self._turns.add
 
     async def keep_state(self) -> None:
-        """Write the environment's own state, if it has one."""
+        """Write the environment's own state."""
         data, tensors = await self._state()
         if data:
-            self.write("state", data, tensors)
+            self._write("state", data, tensors)
 
     def end(self, result: StepResult) -> None:
         """Write how the episode ended, with its result, unless it may continue."""
@@ -174,7 +169,7 @@ class Recorder(HookProvider):
         end = None if self.trajectory is None else self.trajectory.end
         left_out = {"observation": {"messages", "tokens", "trajectory"}}
         dumped = to_jsonable_python(result.model_dump(exclude=left_out), fallback=str)
-        self.write("end", {"end": None if end is None else asdict(end), "result": dumped})
+        self._write("end", {"end": None if end is None else asdict(end), "result": dumped}, {})
 
     def close(self) -> None:
         """Let others have the journal."""
@@ -182,65 +177,66 @@ class Recorder(HookProvider):
             self.trajectory.on_record = None
         self.journal.close()
 
-    def write(self, kind: str, data: dict[str, Any], tensors: Mapping[str, Any] | None = None) -> None:
-        """Write an entry, with what has changed of earlier turns.
+    def _write(self, kind: str, data: dict[str, Any], tensors: Mapping[str, Any]) -> None:
+        """Write an entry, with the agent's new messages and what has changed of earlier turns.
 
         Raises:
             JournalError: It cannot be written, and the environment's episodes must be protected.
         """
-        if self.trajectory is not None:
-            data = {**data, "changed": self._turns.changed(self.trajectory.turns)}
-        self._write(kind, data, tensors or {})
-
-    def _write(self, kind: str, data: Any, tensors: Mapping[str, Any]) -> None:
         if self._is_lost:
             return
         try:
-            self.journal.append(kind, data, tensors)
+            changed = {} if self.trajectory is None else self._turns.changed(self.trajectory.turns)
+            self.journal.append(kind, {**data, **self._new_messages(), "changed": changed}, tensors)
         except (JournalError, TypeError) as error:
             self._is_lost = True
             if self._environment.journal_required:
                 raise JournalError(f"the episode cannot be protected: {error}") from error
             logger.warning("error=<%s> | from here on this episode is not protected by its journal", error)
 
+    def _new_messages(self) -> dict[str, Any]:
+        """Return the messages that are new, or that differ from the written ones."""
+        if self._agent is None:
+            return {}
+        messages, known = self._agent.messages, self._messages
+        same = 0
+        for old, new in zip(known, messages, strict=False):
+            if old is not new:
+                break
+            same += 1
+        if same == len(messages) == len(known):
+            return {}
+        self._messages = list(messages)
+        data = {
+            "at": same,
+            "messages": encode_bytes_values(self._messages[same:]),
+            "seconds": round(time.monotonic() - self._began, 3),
+        }
+        state = self._agent.take_snapshot(include=["state", "model_state"]).data
+        if state != self._agent_state:
+            data["agent"] = self._agent_state = state
+        return data
+
     # --- hooks ---
 
     @override
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
         """Register after the hooks that decide about calls."""
-        registry.add_callback(BeforeModelCallEvent, self._keep_messages, order=HookOrder.SDK_LAST)
-        registry.add_callback(MessageAddedEvent, self._keep_messages)
+        registry.add_callback(AgentInitializedEvent, self._know)
         registry.add_callback(BeforeToolCallEvent, self._before_tool, order=HookOrder.SDK_LAST)
         registry.add_callback(AfterToolCallEvent, self._after_tool, order=HookOrder.SDK_FIRST)
 
-    def _keep_messages(self, event: Any) -> None:
-        """Write the messages that are new, or that differ from the written ones."""
-        messages, known = event.agent.messages, self._messages
-        same = len(known)
-        if len(messages) < same or any(old is not new for old, new in zip(known, messages, strict=False)):
-            pairs = zip(known, messages, strict=False)
-            same = next((at for at, (old, new) in enumerate(pairs) if old is not new), len(messages))
-        if same == len(messages) == len(known):
-            return
-        agent = event.agent.take_snapshot(include=["state", "model_state"]).data
-        data = {
-            "at": same,
-            "messages": encode_bytes_values(messages[same:]),
-            "seconds": round(time.monotonic() - self._began, 3),
-        }
-        if agent != self._agent:
-            data["agent"] = self._agent = agent
-        self._messages = list(messages)
-        self.write("messages", data)
+    def _know(self, event: AgentInitializedEvent) -> None:
+        self._agent = event.agent
 
     def _before_tool(self, event: BeforeToolCallEvent) -> None:
         if event.cancel_tool or event.selected_tool is None:
             return
         use, tool = event.tool_use, event.selected_tool
         effect = self._environment.tool_effect(tool.tool if isinstance(tool, ContainedTool) else tool)
-        self._running.add(use["toolUseId"])
-        self._changing += effect != "pure"
-        self.write("tool", {"call": use["toolUseId"], "name": use["name"], "effect": effect})
+        if effect != "pure":
+            self._running.add(use["toolUseId"])
+            self._write("tool", {"call": use["toolUseId"], "name": use["name"], "effect": effect}, {})
 
     async def _after_tool(self, event: AfterToolCallEvent) -> None:
         use_id = event.tool_use["toolUseId"]
@@ -249,22 +245,26 @@ class Recorder(HookProvider):
         self._running.discard(use_id)
         data: dict[str, Any] = {"call": use_id, "result": encode_bytes_values(event.result)}
         tensors: Mapping[str, Any] = {}
-        if self._changing and not self._running:
+        if not self._running:
             self._iterations += 1
             points = self._environment.fork_points
             if points == "all" or (points != "none" and self._iterations % points == 0):
                 state, tensors = await self._state()
                 data |= state
-        self.write("result", data, tensors)
+        self._write("result", data, tensors)
 
     async def _state(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
         if self._environment.restart_only is not None:
             return {}, {}
         state = await invoke(self._environment.save_state)
-        self._changing = 0
         if isinstance(state, bytes):
-            return {"state": None}, {"state": np.frombuffer(state, np.uint8)}
+            return {"state": None}, {"state": memoryview(state)}
         return {"state": state}, {}
+
+
+@lru_cache
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("strands-agents", "strands-sglang", "transformers")}
 
 
 # --- to continue ---
@@ -296,7 +296,7 @@ class Checkpoint:
     environment: dict[str, Any]
     restart_only: str | None
     content: bytes
-    trajectory: Trajectory
+    trajectory: Trajectory = field(default_factory=Trajectory)
     messages: list[Message] = field(default_factory=list)
     agent: dict[str, Any] | None = None
     seconds: float = 0.0
@@ -389,89 +389,69 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         OSError: It cannot be read.
     """
     entries = journal.entries()
-    attempts = [position for position, entry in enumerate(entries) if entry.kind == "attempt"]
-    if not attempts:
+    begin = max((at for at, entry in enumerate(entries) if entry.kind == "attempt"), default=None)
+    if begin is None:
         raise JournalError(f"{journal}: no episode has begun in it")
-    if index is not None:
-        entries = entries[: _position_before(entries, attempts[-1], index, journal)]
-    begun = entries[attempts[-1]].data
-    trajectory = _trajectory(entries[attempts[-1] :])
+    end = len(entries) if index is None else _position_before(entries, begin, index, journal)
+    begun = entries[begin].data
     point = Checkpoint(
         begun["attempt"],
         decode_bytes_values(begun["action"]),
         begun["environment"],
         begun["restart_only"],
-        journal.content()[: entries[-1].end],
-        trajectory,
+        journal.content()[: entries[end - 1].end],
     )
-    effects: dict[str, Mapping[str, Any]] = {}
-    open_calls: dict[str, Mapping[str, Any]] = {}
-    for entry in entries[attempts[-1] :]:
+    effects: dict[str, Effect] = {}
+    names: dict[str, str] = {}
+    repeated: list[str] = []
+    unseen: int | None = None
+    main = None
+    for at, entry in enumerate(entries[begin : end + 1], begin):
         data = entry.data
-        if entry.kind == "messages":
+        if "messages" in data:  # written with the entry that followed them
             point.messages[data["at"] :] = decode_bytes_values(data["messages"])
             point.agent = data.get("agent", point.agent)
             point.seconds = data["seconds"]
+            if any(message["role"] == "assistant" for message in data["messages"]):
+                unseen = None
+        if at == end:
+            break
+        if entry.kind == "turn" and not data["turn"]["is_auxiliary"]:
+            main = main or data["turn"]["agent"]
+            if data["turn"]["agent"] == main and data["turn"]["status"] == TurnStatus.ANSWERED.value:
+                unseen = at
         elif entry.kind == "tool":
-            effects[data["call"]] = open_calls[data["call"]] = data
+            effects[data["call"]], names[data["call"]] = data["effect"], data["name"]
         elif entry.kind == "result":
-            open_calls.pop(data["call"], None)
             point.results[data["call"]] = decode_bytes_values(data["result"])
-            if effects[data["call"]]["effect"] != "pure":
-                point.repeated.append(data["call"])
+            repeated.append(data["call"])
         elif entry.kind == "end":
             point.result = data["result"]
         if "state" in data:
             point.state = entry.tensors["state"].tobytes() if "state" in entry.tensors else data["state"]
-            point.repeated.clear()
-    if point.result is not None:
-        return point
-    for use_id, call in open_calls.items():
-        if call["effect"] == "once":
+            repeated.clear()
+    turns = entries[begin:end]
+    if unseen is not None:
+        turns[unseen - begin] = as_unseen(entries[unseen])
+    point.trajectory = Trajectory.of_entries(turns)
+    for turn in point.trajectory.turns:
+        if turn.status is TurnStatus.CUT and not turn.is_whole and not turn.constrained:
+            point.trajectory.resume(turn)
+    if point.state is not None:
+        point.repeated = repeated
+    for use_id, effect in effects.items():
+        if effect == "once" and (use_id not in point.results or use_id in point.repeated):
+            what = "its end" if use_id not in point.results else "the environment's state after it"
             point.interrupted = (
-                f"{journal}: the call {use_id} of the tool {call['name']!r} has begun, its end is not recorded, and it "
+                f"{journal}: the call {use_id} of the tool {names[use_id]!r} has begun, {what} is not recorded, and it "
                 "must not run twice"
-            )
-    for use_id in point.repeated:
-        if point.state is not None and effects[use_id]["effect"] == "once":
-            point.interrupted = (
-                f"{journal}: the environment's state was not kept after the call {use_id} of the tool "
-                f"{effects[use_id]['name']!r}, which must not run twice"
             )
     return point
 
 
-def _trajectory(entries: Sequence[Entry]) -> Trajectory:
-    """Return the turns of an attempt, so that its next calls continue from what is sampled."""
-    entries = list(entries)
-    main = next((entry.data["turn"]["agent"] for entry in entries if entry.kind == "turn"), None)
-    parse_errors: Mapping[str, int] = {}
-    unseen = None
-    for position, entry in enumerate(entries):
-        if "messages" in entry.data and unseen is not None and _has_answer(entry):
-            unseen = None
-        if entry.kind != "turn":
-            continue
-        turn = entry.data["turn"]
-        if turn["agent"] == main and not turn["is_auxiliary"] and turn["status"] == "answered":
-            unseen = position, parse_errors
-        parse_errors = entry.data["tool_parse_errors"]
-    if unseen is not None:
-        entries[unseen[0]] = as_unseen(entries[unseen[0]], unseen[1])
-    trajectory = Trajectory.of_entries(entries)
-    for turn in trajectory.turns:
-        if turn.status is TurnStatus.CUT and not turn.is_whole and not turn.constrained:
-            trajectory.resume(turn)
-    return trajectory
-
-
-def _has_answer(entry: Entry) -> bool:
-    return any(message["role"] == "assistant" for message in entry.data["messages"])
-
-
 def _position_before(entries: Sequence[Entry], begin: int, index: int, journal: Journal) -> int:
     """Return the position of the entry of a turn before which an episode can continue."""
-    turns = {turn.index: turn for turn in Trajectory.of_entries(entries).turns}
+    turns = {turn.index: turn for turn in Trajectory.of_entries(entries[begin:]).turns}
     if index not in turns:
         known = ", ".join(map(str, turns)) or "none"
         raise JournalError(f"{journal}: there is no turn {index!r} to continue before; its turns: {known}")

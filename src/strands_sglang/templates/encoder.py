@@ -58,6 +58,7 @@ class Encoder:
         """
         self.tokenizer = private_copy(tokenizer)
         self.templates: dict[tuple[Any, ...], Any] = {}
+        self._pieces: dict[int, bytes] = {}
         # Rust tokenizers are thread-safe; others may not be.
         self._lock: AbstractContextManager[Any] = threading.Lock()
         self._rust: Tokenizer | None = None
@@ -99,10 +100,13 @@ class Encoder:
         Those of a sequence, joined, are the bytes of its text: several tokens may share a character. If a vocabulary is
         of an unknown kind, a piece is the text of the id on its own. An id that the vocabulary does not have is empty.
         """
-        names = self._names_of(token_ids)
-        if self._spelling is None:
-            return {token_id: self.decode([token_id]).encode("utf-8", "replace") for token_id in names}
-        return {token_id: self._spelling(name) for token_id, name in names.items()}
+        wanted = [*token_ids]
+        missing = self._names_of(token_id for token_id in wanted if token_id not in self._pieces)
+        for token_id, name in missing.items():
+            spelling = self._spelling
+            piece = self.decode([token_id]).encode("utf-8", "replace") if spelling is None else spelling(name)
+            self._pieces[token_id] = piece
+        return {token_id: self._pieces[token_id] for token_id in wanted}
 
     def _names_of(self, token_ids: Iterable[int]) -> dict[int, str]:
         name_of = self.tokenizer.convert_ids_to_tokens if self._rust is None else self._rust.id_to_token

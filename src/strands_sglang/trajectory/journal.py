@@ -188,10 +188,10 @@ class Journal:
 
 
 def _encode(kind: str, data: Any, tensors: Mapping[str, Any]) -> bytes:
-    shapes = [(name, values.dtype.str, values.shape) for name, values in tensors.items()]
+    views = {name: memoryview(values) for name, values in tensors.items()}
+    shapes = [(name, view.format, view.shape) for name, view in views.items()]
     description = zlib.compress(json.dumps([kind, data, shapes], default=in_hex).encode(), _LEVEL)
-    parts = [values.tobytes() for values in tensors.values()]
-    body = b"".join([len(description).to_bytes(4, "little"), description, *parts])
+    body = b"".join([len(description).to_bytes(4, "little"), description, *views.values()])
     head = _HEAD.pack(len(body), zlib.crc32(body), 0)[:_CHECKED_HEAD]
     return head + zlib.crc32(head).to_bytes(4, "little") + body
 
@@ -258,7 +258,7 @@ class TurnWriter:
     states: dict[int, Any] = field(default_factory=dict)
     pieces: set[int] = field(default_factory=set)
 
-    def go_on(self, trajectory: Trajectory) -> None:
+    def continue_with(self, trajectory: Trajectory) -> None:
         """Continue with a trajectory that was read from a journal."""
         self.states = {turn.index: _state(turn) for turn in trajectory.turns}
         self.pieces = {*trajectory.pieces}
@@ -267,22 +267,20 @@ class TurnWriter:
         """Write a turn of a trajectory that has an answer, a part of one, or an error."""
         trajectory = turn.trajectory
         assert trajectory is not None
-        changed = self.changed(trajectory.turns)
         parent = None if turn.parent is None else turn.parent.index
         described, tensors, pieces = turn_content(turn, parent, trajectory.encoder, self.pieces)
         self.pieces.update(pieces)
-        self.states[turn.index] = _state(turn)
         calls = {call["toolUseId"] for call in turn.tool_calls}
         notices = {use_id: text for use_id, text in trajectory.result_notices.items() if use_id in calls}
         data = {
             "turn": described,
             "pieces": {str(token_id): piece.hex() for token_id, piece in pieces.items()},
-            "changed": changed,
             "result_notices": notices,
             "tool_parse_errors": trajectory.tool_parse_errors,
             "id": trajectory.id,
         }
         self.write("turn", data, tensors)
+        self.states[turn.index] = _state(turn)
 
     def changed(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """Return what has changed of the turns that are written, by index: None for one that was replaced."""
@@ -295,13 +293,8 @@ class TurnWriter:
         return changed
 
 
-def as_unseen(entry: Entry, before: Mapping[str, int]) -> Entry:
-    """Return the entry of an answer that no agent got, so that the next call that asks the same gets it.
-
-    Args:
-        entry: The entry.
-        before: The `tool_parse_errors` before it.
-    """
+def as_unseen(entry: Entry) -> Entry:
+    """Return the entry of an answer that no agent got, so that the next call that asks the same gets it."""
     turn = entry.data["turn"]
     unseen = {
         **turn,
@@ -310,8 +303,8 @@ def as_unseen(entry: Entry, before: Mapping[str, int]) -> Entry:
         "answer_key": None,
         "tool_calls": [],
     }
-    data = {**entry.data, "turn": unseen, "result_notices": {}, "tool_parse_errors": before}
-    return entry._replace(data=data)
+    data = {name: entry.data[name] for name in ("pieces", "changed", "id")}
+    return entry._replace(data={**data, "turn": unseen, "result_notices": {}})
 
 
 def _state(turn: Turn) -> tuple[TurnStatus, bool | None, Reason | None]:
@@ -345,7 +338,7 @@ def turns_of(entries: Sequence[Entry]) -> tuple[list[Turn], dict[str, Any], dict
             turn = decode_turn(data["turn"], entry.tensors, turns, pieces)
             turns[turn.index] = turn
             facts["result_notices"].update(data["result_notices"])
-            facts["tool_parse_errors"] = data["tool_parse_errors"]
+            facts["tool_parse_errors"] = data.get("tool_parse_errors", facts["tool_parse_errors"])
             facts["id"] = data["id"]
         elif entry.kind == "attempt":
             turns.clear()

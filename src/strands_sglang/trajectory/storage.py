@@ -147,8 +147,18 @@ def turn_content(
         encoder: Decodes its tokens; None if it is unknown.
         known_pieces: The ids whose text is known.
     """
-    tensors = {**_columns_of([turn]), **_own_tensors(turn, 0)}
-    return _describe_turn(turn, parent, None), tensors, _new_pieces(tensors, encoder, known_pieces)
+    tensors: dict[str, Any] = {"prompt_ids": turn.prompt_ids, "output_ids": turn.output_ids}
+    answer = turn.generation
+    if answer is not None:
+        mask = answer.sampling_mask
+        tensors["logprobs"] = answer.logprobs
+        tensors["sampling_logprobs"] = answer.sampling_logprobs
+        tensors["sampling_mask.ids"] = None if mask is None else mask.token_ids
+        tensors["sampling_mask.lengths"] = None if mask is None else mask.lengths
+    tensors["prompt_logprobs"] = turn.prompt_logprobs
+    tensors = {name: values for name, values in tensors.items() if values is not None} | _own_tensors(turn, 0)
+    new = {*turn.prompt_ids, *turn.output_ids}.difference(known_pieces)
+    return _describe_turn(turn, parent, None), tensors, {} if encoder is None else encoder.pieces(new)
 
 
 def decode_turn(
