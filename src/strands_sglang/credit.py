@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 from .outcomes import OUTCOMES, RewardRule, TerminationReason
 from .reasons import Reason
+from .trajectory.journal import Journal
 from .trajectory.storage import TrajectoryFileError, pack, read_fields, reading, unpack, write_file
 from .trajectory.tokens import Segment, TokenManager
 from .trajectory.trajectory import Trajectory
@@ -61,6 +62,7 @@ class Episode:
         turn_rewards: Rewards of single turns by `Turn.index`, in addition to `reward`.
         outcome: How the episode ended; None if unknown. Outcomes that say nothing about the policy, such as
             `infrastructure_error`, have no reward, whatever `reward` says.
+        journal: Its journal, to be deleted once it is trained; None without one.
     """
 
     trajectory: Trajectory
@@ -69,6 +71,7 @@ class Episode:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     outcome: TerminationReason | None = None
+    journal: Journal | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Accept an outcome in the form that files have.
@@ -182,6 +185,7 @@ class TrainingRows(Sequence[TrainingRow]):
         episodes: What is known of every episode of the batch besides its trajectory, by id: `group`, `reward`,
             `turn_rewards` and `outcome`.
         is_changed: Whether they were read from a file that was changed since; see `load`.
+        journals: The journals of the batch's episodes; not saved.
     """
 
     rows: Sequence[TrainingRow]
@@ -192,6 +196,7 @@ class TrainingRows(Sequence[TrainingRow]):
     settings: dict[str, Any] = field(default_factory=dict)
     episodes: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     is_changed: bool = False
+    journals: list[Journal] = field(default_factory=list)
 
     @classmethod
     def joined(cls, batches: Iterable[TrainingRows]) -> TrainingRows:
@@ -213,6 +218,7 @@ class TrainingRows(Sequence[TrainingRow]):
             joined.rewards |= part.rewards
             joined.episodes |= part.episodes
             joined.is_changed |= part.is_changed
+            joined.journals += part.journals
         if parts and all(part.settings == parts[0].settings for part in parts):
             joined.settings = parts[0].settings
         return joined
@@ -228,6 +234,11 @@ class TrainingRows(Sequence[TrainingRow]):
     def __iter__(self) -> Iterator[TrainingRow]:
         """Iterate over the rows in order."""
         return iter(self.rows)
+
+    def acknowledge(self) -> None:
+        """Delete the journals of the batch's episodes. Call it once the step that trained them is done."""
+        for journal in self.journals:
+            journal.acknowledge()
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the rows to a safetensors file, atomically: a full disk or a kill leaves the previous content.
@@ -696,6 +707,7 @@ def training_rows(
             }
             for episode in batch
         },
+        journals=[episode.journal for episode in batch if episode.journal is not None],
     )
 
 

@@ -519,7 +519,7 @@ class Environment(Identified):
         return [await self._resume(Journal(file)) for file in files]
 
     async def fork(self, source: StepResult | str | Path, turn: int, k: int = 1) -> list[StepResult]:
-        """Continue an episode k times from before one of its model calls, which each continuation makes anew.
+        """Continue an episode k times from before one of its model calls, which each continuation makes again.
 
         What precedes the call is the episode's own: token ids, messages, budgets, counts, and the environment's state.
         Processes are not copied. Siblings run at the same time if the environment has no state, else one after the

@@ -216,6 +216,7 @@ class StepResult(BaseModel):
             uuid.uuid4().hex if id is None else id,
             turn_rewards or {},
             self.termination_reason,
+            self.journal,
         )
 
 

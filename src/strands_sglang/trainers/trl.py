@@ -42,6 +42,7 @@ from ..credit import (
 )
 from ..exceptions import SGLangClientError, SGLangHTTPError
 from ..reasons import Reason
+from ..trajectory.journal import Journal
 from .records import log_left_out, newest_version, refuse_images, run_together
 
 if TYPE_CHECKING:
@@ -537,6 +538,8 @@ class GRPORollouts:
         self._run_episode, self._group_size, self._weights, self._credit = run_episode, group_size, weights, credit
         self._normalizer, self._constant = normalizer, constant
         self._pushed: int | None = None
+        self._sampled_at: int | None = None
+        self._untrained: list[Journal] = []
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Run a group of episodes for each prompt.
@@ -561,9 +564,14 @@ class GRPORollouts:
                 with _served_weights(model) as named_tensors:
                     self._weights.push(named_tensors, step)
             self._pushed = step
+        if step != self._sampled_at:  # the rows of before are trained
+            for journal in self._untrained:
+                journal.acknowledge()
+            self._untrained, self._sampled_at = [], step
         size = arguments.num_generations
         groups = asyncio.run(self._run_groups(prompts[::size]))
         rows = TrainingRows.joined(groups)
+        self._untrained += rows.journals
         most = max(map(len, groups), default=0)
         if most >= size:
             raise ValueError(

@@ -182,7 +182,7 @@ class Journal:
             self._file = None
 
     def acknowledge(self) -> None:
-        """Delete the journal: whoever needed the episode has it. Doing it twice has no further effect."""
+        """Delete the journal, once the episode is stored or trained. Doing it twice has no further effect."""
         self.close()
         self.path.unlink(missing_ok=True)
 
@@ -246,7 +246,7 @@ def read_entries(content: bytes, name: str = "the journal") -> Iterator[Entry]:
 
 @dataclass
 class TurnWriter:
-    """Writes the turns of a trajectory as they are recorded, and what becomes of earlier ones.
+    """Writes the turns of a trajectory as they are recorded, and what happens to earlier ones.
 
     Attributes:
         write: Appends an entry.
