@@ -512,7 +512,7 @@ def nan_since(names: Sequence[str], steps: Steps) -> dict[float, list[str]]:
 
 
 def diverged(names: Sequence[str], steps: Steps) -> list[str]:
-    """What has become far larger than usual, and a reward that has fallen.
+    """What has become far larger than usual, and a reward that has fallen, or never changes.
 
     Args:
         names: Names of the columns.
@@ -524,12 +524,14 @@ def diverged(names: Sequence[str], steps: Steps) -> list[str]:
         if len(finite) > STEPS_SHOWN and name.startswith(LOSSES):
             usual = statistics.median(map(abs, finite))
             if usual and min(map(abs, finite[-2:])) > BLOWN_UP * usual:
-                alarms.append(f"{name}: {finite[-1]:.4g}, usually {usual:.4g}")
+                alarms.append(f"{name} has blown up: {finite[-1]:.4g}, usually {usual:.4g}")
     rewards = _finite(_column(steps, "reward"))
     means = [_mean(rewards[at - 3 : at]) for at in range(3, len(rewards) + 1)]
     best = max(means, default=0.0)
     if best > 0 and means[-1] < best / 5:
-        alarms.append(f"reward: {means[-1]:.3f} in the last three steps, {best:.3f} in the best three")
+        alarms.append(f"the reward has fallen: {means[-1]:.3f} in the last three steps, {best:.3f} in the best three")
+    if len(rewards) >= STEPS_SHOWN and min(rewards) == max(rewards):
+        alarms.append(f"the reward is {rewards[0]:.3f} in all {len(rewards)} steps: nothing is learned")
     return alarms
 
 

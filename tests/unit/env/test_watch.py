@@ -583,12 +583,14 @@ def test_a_run_that_diverges_is_seen(tmp_path):
     [
         (
             {"reward": [0.1 * n for n in range(9)] + [0.0] * 3},
-            ["reward: 0.000 in the last three steps, 0.700 in the best three"],
+            ["the reward has fallen: 0.000 in the last three steps, 0.700 in the best three"],
         ),
         ({"reward": [0.5, 0.3, 0.4] * 5, "kl": [0.01, 0.03] * 6}, []),
         ({"reward": [-1.0, -0.5, -2.0] * 5}, []),
+        ({"reward": [0.0] * 8}, ["the reward is 0.000 in all 8 steps: nothing is learned"]),
+        ({"reward": [0.0] * 7}, []),
         ({"reward": [0.7] * 4 + [0.0] * 3 + [0.6] * 3}, []),  # it is back
-        ({"kl": [0.02, 0.03] * 6 + [5, 1966]}, ["kl: 1966, usually 0.03"]),
+        ({"kl": [0.02, 0.03] * 6 + [5, 1966]}, ["kl has blown up: 1966, usually 0.03"]),
         ({"grad_norm": [0.5] * 12 + [13122]}, []),  # once happens
         ({"loss": ["nan"] * 4, "kl": ["nan"] * 4}, ["loss, kl: nan since step 1"]),
         ({"eval": (["nan"] * 4 + [0.5]) * 3 + ["nan"] * 4}, []),  # every fifth step
