@@ -308,23 +308,31 @@ def _longest(what: str, seconds: Mapping[str, float]) -> list[str]:
 
 
 def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[str]:
-    """How fast samples get a result, and how long the others take.
+    """How fast samples get a result, how fast they sample tokens, and how long the others take.
 
     Args:
         samples: The samples that have ended; dropped ones have no result.
         missing: Number of samples that are not finished; 0 if it cannot be known how long they take.
         now: The time, in seconds since 1970.
     """
-    ends = sorted(one.ended_at for one in samples if one.is_finished and one.ended_at)
+    ends = sorted(
+        (one.ended_at, one.step_result.observation.metrics.get("sampled_tokens") or 0)
+        for one in samples
+        if one.is_finished and one.ended_at
+    )
     if not ends:
         return []
-    now = max(now, ends[-1])
-    recent = [one for one in ends if now - one <= WINDOW_S]
-    since = f"last result {duration(now - ends[-1])} ago"
+    now = max(now, ends[-1][0])
+    recent = [one for one in ends if now - one[0] <= WINDOW_S]
+    since = f"last result {duration(now - ends[-1][0])} ago"
     if len(recent) < 2 or not missing:
         return [since]
-    rate = (len(recent) - 1) / max(now - recent[0], 1e-3)
-    return [f"{rate * 60:.1f} samples a minute, {duration(missing / rate)} left, {since}"]
+    took = max(now - recent[0][0], 1e-3)
+    rate = (len(recent) - 1) / took
+    parts = [f"{rate * 60:.1f} samples a minute", f"{duration(missing / rate)} left", since]
+    if tokens := sum(tokens for _, tokens in recent[1:]):
+        parts.append(f"{tokens / took:,.1f} tokens/s")
+    return wrapped(", ".join(parts))
 
 
 def failure_lines(samples: Sequence[EvalSample], now: float) -> list[str]:
@@ -411,7 +419,7 @@ def _pace(folder: Path, steps: Steps, missing: float, now: float) -> tuple[list[
     recent = [step for step in steps if step.get("seconds", 0) > 0][-STEPS_SHOWN:]
     if not recent:
         return [since], []
-    seconds = _column(recent, "seconds")
+    seconds, tokens = _column(recent, "seconds"), _finite(_column(recent, "trained_tokens"))
     each = _mean(seconds)
     parts, alarms = [f"{duration(each)} a step"], []
     if missing and silent > patience(max(seconds)):
@@ -419,6 +427,8 @@ def _pace(folder: Path, steps: Steps, missing: float, now: float) -> tuple[list[
     elif 0 < missing < math.inf:
         parts.append(f"{duration(missing * each)} left")
     parts.append(since)
+    if tokens:
+        parts.append(f"{_mean(tokens) / each:,.1f} trained tokens/s")
     return wrapped(", ".join(parts)), alarms
 
 

@@ -162,6 +162,15 @@ def test_dropped_samples_are_no_results():
     assert pace_lines(ended([40]) + dropped, 4, 100) == ["last result 1 min 00 s ago"]
 
 
+def test_the_rate_has_the_tokens_that_were_sampled_per_second():
+    """Those of results since the first of the last minutes, which began before them."""
+    done = ended([40, 60, 80, 100])
+    for one, tokens in zip(done, (9000, 6000, 300, None), strict=True):
+        one.step_result.observation.metrics["sampled_tokens"] = tokens
+    told = "3.0 samples a minute, 2 min 00 s left, last result 0 s ago, 105.0 tokens/s"
+    assert pace_lines(done, 6, 100) == [told]
+
+
 @pytest.mark.parametrize(("lost", "first"), [(1, ["pass@1"]), (0, ["pass@1", "avg@4", "pass@2", "pass^2"])])
 def test_the_view_leaves_out_the_metrics_of_some_prompts_only(lost, first, tmp_path):
     results = iter([step_result(1.0)] * (8 - 4 * lost) + [step_result(None, reason="infrastructure_error")] * 4 * lost)
@@ -537,7 +546,7 @@ def test_a_training_run_is_shown_by_step(tmp_path):
     view = open_run(folder)(os.path.getmtime(folder / "metrics.csv") + 5)
     text = "\n".join(view.lines)
     assert (view.done, view.total, view.is_over) == (3, 6, False) and view.title.endswith(": training for 3 min 00 s")
-    assert "1 min 00 s a step, 3 min 00 s left, last step 5 s ago" in text
+    assert "1 min 00 s a step, 3 min 00 s left, last step 5 s ago, 10.0 trained tokens/s" in text
     assert re.search(r"step +reward +seconds +kl +version +trained_tokens +a_long_name_of_a_metric\n", text)
     assert re.search(r"3 +nan +30 +0\.25 +2 +600", text) and "reward: 0.5 now, 0.25 to 0.5 so far\n █ \n▁█ \n" in text
     assert view.alarms == ["reward: nan since step 3"] and "\nof 9 columns\n" in text
@@ -550,7 +559,7 @@ def test_a_trainer_that_is_dead_is_an_alarm(tmp_path, capsys):
     at = os.path.getmtime(folder / "metrics.csv")
     view = open_run(folder)(at + 19 * 60)
     assert view.alarms == ["no step for 19 min (a step takes 2 min 00 s)"] and view.has_stopped and not view.is_over
-    assert view.lines[0] == "2 min 00 s a step, last step 19 min ago"
+    assert view.lines[0] == "2 min 00 s a step, last step 19 min ago, 5.0 trained tokens/s"
     view = open_run(folder)(at + 5 * 60)
     assert view.alarms == [] and view.lines[0].startswith(
         "2 min 00 s a step, 6 min 00 s left, last step 5 min 00 s ago"
@@ -634,7 +643,7 @@ def test_the_steps_and_plots_are_as_many_as_fit_the_terminal(tmp_path, monkeypat
         shown.append(
             (sum(" now, " in line for line in text), sum(re.match(r"\d+  ", line) is not None for line in text))
         )
-    assert shown == [(1, 1), (2, 4), (3, 5), (6, 12)]
+    assert shown == [(1, 1), (2, 3), (3, 5), (6, 12)]
 
 
 def test_all_steps_are_drawn_on_a_narrow_terminal(tmp_path, monkeypatch):
