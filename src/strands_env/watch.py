@@ -14,6 +14,7 @@ import io
 import math
 import os
 import select
+import shlex
 import shutil
 import signal
 import statistics
@@ -105,6 +106,7 @@ class View:
         has_stopped: Whether it is not done, and no process seems to run it.
         alarms: What needs a hand; shown above the text.
         headline: The number that matters most; shown above the progress.
+        next: The command that shows more; shown once the run is over, or with alarms.
     """
 
     title: str
@@ -115,6 +117,7 @@ class View:
     has_stopped: bool = False
     alarms: Sequence[str] = ()
     headline: str = ""
+    next: str = ""
 
     def __rich__(self) -> RenderableType:
         """Lay out the view, with control characters written out."""
@@ -130,10 +133,14 @@ class View:
             parts.append(bar)
         for alarm in self.alarms:
             parts += [Text(line, "red") for line in wrapped(f"! {alarm}")]
+        if self.alarms:
+            parts += map(Text, wrapped(f"next: {self.next}"))
         is_red = False
         for line in map(visible, self.lines):
             is_red = line.startswith(_FAILURES) or is_red and line.startswith(" ")  # the rest of a wrapped line
             parts.append(Text(line, style="red" if is_red else ""))
+        if self.is_over and not self.alarms:  # at the end, which any screen shows
+            parts.append(Text(visible(f"done; next: {self.next}"), "green"))
         return Group(*parts)
 
 
@@ -298,7 +305,8 @@ class EvaluationView:
         # What runs comes before the table, for which a small screen has no room.
         lines += [*counts[counts.index("") + 1 :], *end_lines(results), "", *table_lines([head, *rows]), ""]
         lines += _longest("slowest", {sample.name: sample.seconds for sample in samples})
-        return View(title, finished, total, lines, is_over, has_stopped, alarms, score)
+        further = f"strands-env report {shlex.quote(str(self._reader.path))} --html --open"
+        return View(title, finished, total, lines, is_over, has_stopped, alarms, score, further)
 
 
 def _longest(what: str, seconds: Mapping[str, float]) -> list[str]:
@@ -384,8 +392,10 @@ def training_view(folder: Path, now: float) -> View:
     names = ranked(names, steps, [*chain(*since.values())])
     alarms += [f"{', '.join(several)}: nan since step {step:g}" for step, several in since.items()]
     alarms += diverged(names, steps)
-    ends: list[str] = []
+    quoted = shlex.quote(str(folder))
+    further, ends = f"strands-env track {quoted} --to tensorboard", []
     if found := sorted(folder.glob("steps/step-*/rows.safetensors")):
+        further = f"strands-sglang view {quoted} --open"
         try:
             ends = outcomes(found[-1])
         except (OSError, RowsFileError) as error:
@@ -397,7 +407,7 @@ def training_view(folder: Path, now: float) -> View:
         lines += ["", *drawn, "", *step_table(names, steps[min(-1, len(drawn) - room) :])]
     took = sum(_finite(_column(steps, "seconds")))
     title = f"{folder.name}: training" + (f" for {duration(took)}" if took else "")
-    return View(title, len(steps), total, [*lines, *ends], not missing, has_stopped, alarms, _reward(steps))
+    return View(title, len(steps), total, [*lines, *ends], not missing, has_stopped, alarms, _reward(steps), further)
 
 
 def _total(folder: Path) -> int | None:

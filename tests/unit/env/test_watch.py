@@ -374,10 +374,10 @@ def test_an_alarm_is_shown_whole(monkeypatch):
     monkeypatch.setattr("strands_sglang.terminal.width", lambda: 60)
     told = f"http://{'a-long-name.' * 8}org:30000 has not answered for 40 s, retrying (attempt 7 of 61)"
     console = Console(file=io.StringIO(), width=60, height=20)
-    console.print(View("run", 1, 12, [], alarms=[told]))
+    console.print(View("run", 1, 12, [], alarms=[told], next="look"))
     shown = console.file.getvalue().splitlines()
     words = "".join("".join(shown).replace("! ", "").split())
-    assert words.endswith("".join(told.split())) and max(map(len, shown)) <= 60
+    assert words.endswith(f"{''.join(told.split())}next:look") and max(map(len, shown)) <= 60
 
 
 def test_an_evaluation_that_was_killed_is_not_said_to_run(written, tmp_path):
@@ -551,7 +551,7 @@ def test_a_training_run_is_shown_by_step(tmp_path):
     assert re.search(r"3 +nan +30 +0\.25 +2 +600", text) and "reward: 0.5 now, 0.25 to 0.5 so far\n █ \n▁█ \n" in text
     assert view.alarms == ["reward: nan since step 3"] and "\nof 9 columns\n" in text
     assert "left out: 2 x aborted" in text and "step-000003 ends: 1 timeout" in text
-    assert max(map(len, view.lines)) <= 80
+    assert max(map(len, view.lines)) <= 80 and view.next == f"strands-sglang view {tmp_path} --open"
 
 
 def test_a_trainer_that_is_dead_is_an_alarm(tmp_path, capsys):
@@ -652,6 +652,36 @@ def test_all_steps_are_drawn_on_a_narrow_terminal(tmp_path, monkeypatch):
     at = lines.index("reward: 600 now, 0 to 600 so far")
     assert [len(line) for line in lines[at + 1 : at + 3]] == [60, 60]
     assert lines[at + 1].strip()[-1] == "█" and lines[at + 2].startswith("▁")
+
+
+@pytest.mark.parametrize(("steps", "told"), [(2, "done; next: "), (3, "")])
+def test_a_run_that_ended_well_says_done_and_what_to_type_next(tmp_path, steps, told, capsys):
+    """In the last lines, so that they are on any screen."""
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    training(folder, [(1, 1, 1), (2, 2, 1)], total=steps)
+    assert main(["watch", str(folder)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("done" in out) == bool(told)
+    assert not told or out.endswith(f"{told}strands-env track '{folder}' --to tensorboard")
+
+
+def test_an_evaluation_that_ended_well_says_done_and_what_to_type_next(tmp_path, capsys):
+    asyncio.run(Evaluator(StubEnvironment().factory, output_path=tmp_path).run(tasks(2)))
+    assert main(["watch", str(tmp_path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.endswith(f"done; next: strands-env report {tmp_path} --html --open")
+
+
+def test_what_is_wrong_is_followed_by_what_to_type_next(written, tmp_path, capsys):
+    folder = training(tmp_path, [(n, 0.0, 120) for n in range(1, 9)], total=20)
+    for run, command in (
+        (written, f"strands-env report {written} --html --open"),
+        (folder, f"strands-env track {folder} --to tensorboard"),
+    ):
+        main(["watch", str(run)])
+        alarm, _, after = " ".join(capsys.readouterr().out.split()).partition(" next: ")
+        assert " ! " in alarm and after.startswith(command) and "done; " not in after
 
 
 def test_a_finished_or_strange_training_run_is_shown(tmp_path):
