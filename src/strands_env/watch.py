@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import io
-import json
 import math
 import os
 import select
+import shlex
 import shutil
 import signal
 import statistics
@@ -22,7 +23,7 @@ import termios
 import time
 import tty
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -45,6 +46,7 @@ from .eval.checkpoint import (
     EvalSample,
     ResultsReader,
     Status,
+    decode,
     read_status,
     results_file,
     side_file,
@@ -79,7 +81,16 @@ FIRST_COLUMNS = ("eval", "kl", "entropy", "loss", "grad_norm", "clip", "gap")
 _FAILURES = ("dropped", "errored", "last failure")
 """What lines about failures begin with."""
 
-_BARS = "▁▂▃▄▅▆▇█"
+Steps = Sequence[dict[str, float]]
+"""The figures of steps by column, without those that are empty."""
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+ROWS = 9
+"""Rows for title, headline, progress, blanks, header and count of the table, and footer; the prompt needs some more."""
+
+PLOT_ROWS = 3
+"""Rows of each plot, the one with its name included."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,7 @@ class View:
         has_stopped: Whether it is not done, and no process seems to run it.
         alarms: What needs a hand; shown above the text.
         headline: The number that matters most; shown above the progress.
+        next: The command that shows more; shown once the run is over, or with alarms.
     """
 
     title: str
@@ -105,6 +117,7 @@ class View:
     has_stopped: bool = False
     alarms: Sequence[str] = ()
     headline: str = ""
+    next: str = ""
 
     def __rich__(self) -> RenderableType:
         """Lay out the view, with control characters written out."""
@@ -118,28 +131,31 @@ class View:
             progress = ProgressBar(self.total, self.done, width=50, complete_style="blue", finished_style="green")
             bar.add_row(progress, f"{self.done}/{self.total}")
             parts.append(bar)
-        for line in map(visible, self.alarms):
-            parts.append(Text(line if line.startswith(" ") else f"! {line}", style="red"))
+        for alarm in self.alarms:
+            parts += [Text(line, "red") for line in wrapped(f"! {alarm}")]
+        if self.alarms:
+            parts += map(Text, wrapped(f"next: {self.next}"))
         is_red = False
         for line in map(visible, self.lines):
             is_red = line.startswith(_FAILURES) or is_red and line.startswith(" ")  # the rest of a wrapped line
-            text = Text(line, style="red" if is_red else "")
-            text.highlight_regex(r"(?<= )nan(?= |$)", "red")
-            parts.append(text)
+            parts.append(Text(line, style="red" if is_red else ""))
+        if self.is_over and not self.alarms:  # at the end, which any screen shows
+            parts.append(Text(visible(f"done; next: {self.next}"), "green"))
         return Group(*parts)
 
 
-def open_run(folder: str | Path) -> Callable[[float], View] | None:
+def open_run(folder: str | Path, success_threshold: float = 1.0) -> Callable[[float], View] | None:
     """Return a function that reads what is new in a folder and returns the view; None if there is nothing yet.
 
     Args:
         folder: Folder of an evaluation or of a training run, or a results file.
+        success_threshold: Minimum reward of a success.
     """
     path = Path(folder)
     if side_file(results_file(path), ".run.json").exists():
-        return EvaluationView(path)
+        return EvaluationView(path, success_threshold)
     if (path / "metrics.csv").exists() or (path / "steps").is_dir():
-        return TrainingView(path)
+        return functools.partial(training_view, path)
     return None
 
 
@@ -162,27 +178,23 @@ def watch(folder: str | Path, *, seconds: float = 1.0, success_threshold: float 
 
     def look() -> View:
         nonlocal read
-        if read is None:
-            read = open_run(folder)
-            if isinstance(read, EvaluationView):
-                read.success_threshold = success_threshold
-        if read is None:
-            lacks = "has nothing to watch" if Path(folder).exists() else "does not exist"
-            told = f"{folder} {lacks} yet: waiting for {duration(time.monotonic() - began)}, Ctrl-C to stop"
-            return View("nothing to watch yet", 0, None, wrapped(told))
-        return read(time.time())
+        read = read or open_run(folder, success_threshold)
+        if read:
+            return read(time.time())
+        told = f"nothing to watch in {folder} yet: waiting for {duration(time.monotonic() - began)}, Ctrl-C to stop"
+        return View("", 0, None, wrapped(told))
 
     view = look()
     if console.is_terminal and not console.is_dumb_terminal:
-        layout = Layout()
-        layout.split_column(Layout(name="view"), Layout("q or Ctrl-C to stop", size=1))
+        layout, body = Layout(), Layout()
+        layout.split_column(body, Layout("q or Ctrl-C to stop", size=1))
         with (
             contextlib.suppress(KeyboardInterrupt),
             stop_key() as is_pressed,
             Live(layout, console=console, screen=True, auto_refresh=False) as live,
         ):
             while not view.is_over:
-                layout["view"].update(view)
+                body.update(view)
                 live.refresh()
                 if is_pressed(seconds):
                     break
@@ -220,15 +232,17 @@ def stop_key() -> Iterator[Callable[[float], bool]]:
 class EvaluationView:
     """Reads an evaluation, each time only what was added."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, success_threshold: float = 1.0) -> None:
         """Set the folder or file; nothing is read yet.
 
         Args:
             path: Folder of the evaluation, or its results file.
+            success_threshold: Minimum reward of a success.
         """
-        self.success_threshold = 1.0
+        self._success_threshold = success_threshold
         self._reader = ResultsReader(path)
-        self._shown: tuple[Any, list[str], str] = (None, [], "")
+        self._state: Any = None
+        self._metrics: dict[str, float] = {}
 
     def __call__(self, now: float) -> View:
         """Read what is new.
@@ -252,75 +266,81 @@ class EvaluationView:
         has_ended = is_over = finished >= total
         has_stopped = not is_over and not status.left
         slow = max((sample.seconds for sample in samples if sample.is_finished), default=0.0)
-        most = max(SILENT_TIMES * slow, SILENT_S) if finished else FIRST_S
+        most = patience(slow) if finished else FIRST_S
         hung = [now - at for at in began.values() if now - at > most]
         alarms = [*status.outages]
         has_time = not alarms and not has_stopped and len(samples) >= running
         if hung and not alarms:
             before = f"the slowest that ended took {duration(slow)}" if finished else "none has ended yet"
-            told = f"running for {duration(min(hung))} or more, {before}"
-            alarms = [f"{counted(len(hung), 'sample')} may hang: {told}"]
+            told = f"{counted(len(hung), 'sample')} may hang: running for {duration(min(hung))} or more"
+            alarms = [f"{told}, {before}"]
         if has_stopped:
             started = side_file(results_file(self._reader.path), ".run.json").stat().st_mtime
             has_ended = len(samples) == total and last > started  # else another process has begun
             is_over = has_ended or now - started > BEGINS_WITHIN_S
             why = f"ended after {took}" if has_ended else "no process runs this evaluation now"
-            what = "retry them" if has_ended else "continue"
-            dropped = f", {len(samples) - finished} dropped" if len(samples) > finished else ""
-            scored = f"{finished} of {total} scored{dropped}"
-            alarms = [f"{why}: {scored}; run the same command again to {what}"]
-        key = (self._reader.state, running, unfinished, has_ended, terminal.width())
-        if self._shown[0] != key:
-            metrics = standard_metrics(
-                results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=self.success_threshold
+            alarms = [f"{why}: {finished} of {total} scored; run the same command again to continue"]
+        if self._state != self._reader.state:  # they take long
+            self._state = self._reader.state
+            self._metrics = standard_metrics(
+                results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=self._success_threshold
             )
-            if unfinished:  # a dropped sample that runs again is both
-                metrics |= {"running_samples": running, "queued_samples": unfinished - running, "waiting_samples": 0}
-            slowest = sorted(samples, key=lambda sample: -sample.seconds)[:SLOWEST]
-            named = [f"{sample.name} {duration(sample.seconds)}" for sample in slowest]
-            counts = metric_lines(metrics)
-            counts = counts[counts.index("") + 1 :]  # what runs comes first: a small screen has no room for the table
-            head, *rows = metric_rows(metrics)
-            rows = [row for row in rows if row[0] == "pass@1" or row[3] == str(len(results))]
-            rows.sort(key=lambda row: row[0] not in ("pass@1", f"avg@{run.n_samples_per_prompt}"))
-            lines = [*counts, *end_lines(results), "", *table_lines([head, *rows]), ""]
-            lines += wrapped(f"slowest: {', '.join(named)}") if named else []
-            score = headline(metrics)
-            if score and not has_ended:
-                score = f"so far {score}"
-            self._shown = (key, lines, score)
+        metrics = dict(self._metrics)
+        if unfinished:  # a dropped sample that runs again is both
+            metrics |= {"running_samples": running, "queued_samples": unfinished - running, "waiting_samples": 0}
+        counts = metric_lines(metrics)
+        head, *rows = metric_rows(metrics)
+        rows = [row for row in rows if row[0] == "pass@1" or row[3] == str(len(results))]
+        rows.sort(key=lambda row: row[0] not in ("pass@1", f"avg@{run.n_samples_per_prompt}"))
+        score = headline(metrics)
+        if score and not has_ended:
+            score = f"so far {score}"
         title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
         if last:
             title += f", took {took}" if has_ended else f", {took} so far"
         # How long an outage lasts is unknown; and before each slot has ended once, the slow episodes are not seen.
         lines = pace_lines(samples, unfinished - len(hung) if has_time else 0, now)
-        longest = [f"{name} {duration(now - at)}" for name, at in began.items()]
-        lines += wrapped(f"running longest: {', '.join(longest[:SLOWEST])}") if longest else []
-        lines += [*failure_lines(samples, now), *self._shown[1]]
-        return View(title, finished, total, lines, is_over, has_stopped, alarms, self._shown[2])
+        lines += _longest("running longest", {name: now - at for name, at in began.items()})
+        lines += failure_lines(samples, now)
+        # What runs comes before the table, for which a small screen has no room.
+        lines += [*counts[counts.index("") + 1 :], *end_lines(results), "", *table_lines([head, *rows]), ""]
+        lines += _longest("slowest", {sample.name: sample.seconds for sample in samples})
+        further = f"strands-env report {shlex.quote(str(self._reader.path))} --html --open"
+        return View(title, finished, total, lines, is_over, has_stopped, alarms, score, further)
+
+
+def _longest(what: str, seconds: Mapping[str, float]) -> list[str]:
+    slowest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:SLOWEST]
+    named = [f"{name} {duration(seconds[name])}" for name in slowest]
+    return wrapped(f"{what}: {', '.join(named)}") if named else []
 
 
 def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[str]:
-    """How fast samples get a result, and how long the others take.
+    """How fast samples get a result, how fast they sample tokens, and how long the others take.
 
     Args:
         samples: The samples that have ended; dropped ones have no result.
         missing: Number of samples that are not finished; 0 if it cannot be known how long they take.
         now: The time, in seconds since 1970.
     """
-    done = [sample.ended_at for sample in samples if sample.is_finished]
-    ends = sorted(end for end in done if end is not None)
+    ends = sorted(
+        (one.ended_at, one.step_result.observation.metrics.get("sampled_tokens") or 0)
+        for one in samples
+        if one.is_finished and one.ended_at
+    )
     if not ends:
-        return ["rate: unknown"] if done else ["no result yet"]
-    now = max(now, ends[-1])
-    recent = [end for end in ends if now - end <= WINDOW_S]
-    since = f"last result {duration(now - ends[-1])} ago"
+        return []
+    now = max(now, ends[-1][0])
+    recent = [one for one in ends if now - one[0] <= WINDOW_S]
+    since = f"last result {duration(now - ends[-1][0])} ago"
     if len(recent) < 2 or not missing:
         return [since]
-    rate = (len(recent) - 1) / max(now - recent[0], 1e-3)
-    if now - ends[-1] > max(10 / rate, *(sample.seconds for sample in samples)):  # something is not as before
-        return [f"{rate * 60:.1f} samples a minute, {since}"]
-    return [f"{rate * 60:.1f} samples a minute, {duration(missing / rate)} left, {since}"]
+    took = max(now - recent[0][0], 1e-3)
+    rate = (len(recent) - 1) / took
+    parts = [f"{rate * 60:.1f} samples a minute", f"{duration(missing / rate)} left", since]
+    if tokens := sum(tokens for _, tokens in recent[1:]):
+        parts.append(f"{tokens / took:,.1f} tokens/s")
+    return wrapped(", ".join(parts))
 
 
 def failure_lines(samples: Sequence[EvalSample], now: float) -> list[str]:
@@ -330,117 +350,115 @@ def failure_lines(samples: Sequence[EvalSample], now: float) -> list[str]:
         samples: The samples that have ended.
         now: The time, in seconds since 1970.
     """
-    failed = [sample for sample in samples if sample.is_errored or not sample.is_finished]
+    failed = [(one.ended_at, one.name) for one in samples if one.ended_at and (one.is_errored or not one.is_finished)]
     if not failed:
         return []
-    last = max(failed, key=lambda sample: sample.ended_at or 0.0)
-    ago = "" if last.ended_at is None else f" {duration(max(0.0, now - last.ended_at))} ago"
-    return wrapped(f"last failure{ago}: {last.name}")
+    ended_at, name = max(failed)
+    return wrapped(f"last failure {duration(now - ended_at)} ago: {name}")
 
 
-def duration(seconds: float, least: float = 60.0) -> str:
-    """Format a time, such as `1 h 05 min`; below `least` in seconds."""
-    if seconds < least or not math.isfinite(seconds):
+def patience(slowest: float) -> float:
+    """After how many seconds something hangs, by what the slowest before it took."""
+    return max(SILENT_TIMES * slowest, SILENT_S)
+
+
+def duration(seconds: float) -> str:
+    """Format a time, such as `1 h 05 min`; with seconds below ten minutes."""
+    seconds = max(0.0, seconds)  # the clocks of two machines differ
+    if seconds < 60 or seconds == math.inf:
         return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 10:
+        return f"{minutes} min {rest:02} s"
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 # --- a training run ---
 
 
-class TrainingView:
-    """Reads the steps of a training run."""
+def training_view(folder: Path, now: float) -> View:
+    """Read the steps of a training run.
 
-    def __init__(self, folder: Path) -> None:
-        """Set the folder; nothing is read yet.
-
-        Args:
-            folder: Folder of the run.
-        """
-        self._folder = folder
-        self._last: tuple[Path | None, list[str]] = (None, [])
-
-    def __call__(self, now: float) -> View:
-        """Read the steps.
-
-        Args:
-            now: The time, in seconds since 1970.
-        """
-        path = self._folder / "metrics.csv"
-        names, steps = read_steps(path)
-        names, total = ranked(names, steps), self._total()
-        missing = max(0, (total or math.inf) - len(steps))
-        more = max(0, shutil.get_terminal_size().lines - 24) // 2
-        lines, alarms = self._pace(steps, missing, now)
-        has_stopped = bool(alarms and total)
-        alarms += [*nan_alarms(names, steps), *blown_up(names, steps)]
-        if names and steps:
-            lines += ["", *step_table(names, steps[-STEPS_SHOWN - more :]), ""]
-        drawn = [name for name in names if name not in ("step", "version") and _finite(steps, name)]
-        for name in drawn[: 2 + more]:
-            finite = _finite(steps, name)
-            values = [step.get(name, math.nan) for step in steps]
-            last = [step[name] for step in steps if name in step][-1]
-            told = f"{finite[0]:.4g} -> {last:.4g}"
-            if not {min(finite), max(finite)} <= {finite[0], last}:
-                told += f" ({min(finite):.4g} to {max(finite):.4g})"
-            bars = spark(values[-max(1, terminal.width() - 17 - len(told)) :])
-            lines.append(f"{name[:14]:<15}{bars}  {told}"[: terminal.width()])
-        lines += self._outcomes()
-        took = sum(_finite(steps, "seconds"))
-        title = f"{self._folder.name}: training" + (f" for {duration(took)}" if took else "")
-        return View(title, len(steps), total, lines, not missing, has_stopped, alarms, _reward(steps))
-
-    def _total(self) -> int | None:
+    Args:
+        folder: Folder of the run.
+        now: The time, in seconds since 1970.
+    """
+    names, steps = read_steps(folder / "metrics.csv")
+    total = _total(folder)
+    missing = max(0, (total or math.inf) - len(steps))
+    lines, alarms = _pace(folder, steps, missing, now)
+    has_stopped = bool(alarms and total)
+    since = nan_since(names, steps)
+    names = ranked(names, steps, [*chain(*since.values())])
+    alarms += [f"{', '.join(several)}: nan since step {step:g}" for step, several in since.items()]
+    alarms += diverged(names, steps)
+    quoted = shlex.quote(str(folder))
+    further, ends = f"strands-env track {quoted} --to tensorboard", []
+    if found := sorted(folder.glob("steps/step-*/rows.safetensors")):
+        further = f"strands-sglang view {quoted} --open"
         try:
-            steps = json.loads((self._folder / "settings.json").read_text(encoding="utf-8"))["steps"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-        return steps if isinstance(steps, int) and steps > 0 else None
-
-    def _pace(self, steps: Sequence[dict[str, float]], missing: float, now: float) -> tuple[list[str], list[str]]:
-        """How long steps take and when the missing ones will be done, and an alarm if none has come for long."""
-        silent = 0.0
-        with contextlib.suppress(OSError):
-            silent = max(0.0, now - (self._folder / "metrics.csv").stat().st_mtime)
-        if not steps:
-            return [], [f"no step yet for {duration(silent)}"] if silent > 10 * FIRST_S else []
-        since = f"last step {duration(silent)} ago"
-        timed = [(step["seconds"], step.get("step", math.nan)) for step in steps if step.get("seconds", 0) > 0]
-        if not timed:
-            return [since], []
-        recent = [seconds for seconds, _ in timed[-STEPS_SHOWN:]]
-        each = sum(recent) / len(recent)
-        pace, alarms = f"{duration(each)} a step", []
-        if missing and silent > max(SILENT_TIMES * max(recent), SILENT_S):
-            alarms = [f"no step for {duration(silent)} (a step takes {duration(each)})"]
-        elif 0 < missing < math.inf:
-            pace += f", {duration(missing * each)} left"
-        slowest = ", ".join(
-            f"step {number:g}: {duration(seconds, 120.0)}" for seconds, number in sorted(timed, reverse=True)[:SLOWEST]
-        )
-        return [f"{pace}, {since}", *wrapped(f"slowest: {slowest}")], alarms
-
-    def _outcomes(self) -> list[str]:
-        """How the episodes of the last step ended, and why some are left out."""
-        found = sorted(self._folder.glob("steps/step-*/rows.safetensors"))
-        if not found:
-            return []
-        if self._last[0] != found[-1]:
-            try:
-                rows = TrainingRows.load(found[-1])
-            except (OSError, RowsFileError) as error:
-                return wrapped(f"{found[-1].parent.name}: {error}")
-            ends = Counter(str(one.get("outcome")) for one in rows.episodes.values())
-            lines = wrapped(f"ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}")
-            for reason, count in rows.counts.most_common():
-                lines += wrapped(f"left out: {count} x {reason}")
-            self._last = (found[-1], ["", f"{found[-1].parent.name}:", *lines])
-        return self._last[1]
+            ends = outcomes(found[-1])
+        except (OSError, RowsFileError) as error:
+            ends = wrapped(f"{found[-1].parent.name}: {error}")
+    if names and steps:
+        taken = len(lines) + len(ends) + 2 * len(alarms) + (ROWS if missing else ROWS + 2)
+        room = max(0, shutil.get_terminal_size().lines - taken)
+        drawn = plots(names, steps, room * 2 // 3)
+        lines += ["", *drawn, "", *step_table(names, steps[min(-1, len(drawn) - room) :])]
+    took = sum(_finite(_column(steps, "seconds")))
+    title = f"{folder.name}: training" + (f" for {duration(took)}" if took else "")
+    return View(title, len(steps), total, [*lines, *ends], not missing, has_stopped, alarms, _reward(steps), further)
 
 
-def read_steps(path: Path) -> tuple[list[str], list[dict[str, float]]]:
+def _total(folder: Path) -> int | None:
+    try:
+        return max(0, int(decode((folder / "settings.json").read_bytes())["steps"])) or None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+def _pace(folder: Path, steps: Steps, missing: float, now: float) -> tuple[list[str], list[str]]:
+    """How long steps take and when the missing ones will be done, and an alarm if none has come for long."""
+    silent = 0.0
+    with contextlib.suppress(OSError):
+        silent = now - (folder / "metrics.csv").stat().st_mtime
+    if not steps:
+        told = [f"no step yet for {duration(silent)}"]
+        return ([], told) if silent > 10 * FIRST_S else (told, [])
+    since = f"last step {duration(silent)} ago"
+    recent = [step for step in steps if step.get("seconds", 0) > 0][-STEPS_SHOWN:]
+    if not recent:
+        return [since], []
+    seconds, tokens = _column(recent, "seconds"), _finite(_column(recent, "trained_tokens"))
+    each = _mean(seconds)
+    parts, alarms = [f"{duration(each)} a step"], []
+    if missing and silent > patience(max(seconds)):
+        alarms = [f"no step for {duration(silent)} (a step takes {duration(each)})"]
+    elif 0 < missing < math.inf:
+        parts.append(f"{duration(missing * each)} left")
+    parts.append(since)
+    if tokens:
+        parts.append(f"{_mean(tokens) / each:,.1f} trained tokens/s")
+    return wrapped(", ".join(parts)), alarms
+
+
+@functools.lru_cache(maxsize=1)
+def outcomes(path: Path) -> list[str]:
+    """How the episodes of a step ended, and why some are left out.
+
+    Args:
+        path: The step's `rows.safetensors`.
+    """
+    rows = TrainingRows.load(path)
+    ends = Counter(str(one.get("outcome")) for one in rows.episodes.values())
+    told = f"{path.parent.name} ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}"
+    lines = ["", *wrapped(told)]
+    for reason, count in rows.counts.most_common():
+        lines += wrapped(f"left out: {count} x {reason}")
+    return lines
+
+
+def read_steps(path: Path) -> tuple[list[str], Steps]:
     """Read the figures of steps; what is not a number is NaN. Empty cells and an incomplete last line are left out.
 
     Args:
@@ -456,8 +474,7 @@ def read_steps(path: Path) -> tuple[list[str], list[dict[str, float]]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return [], []
-    whole = text[: text.rfind("\n") + 1]
-    reader = csv.DictReader(io.StringIO(whole))
+    reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
     try:
         names = [name for name in reader.fieldnames or () if name]
         steps = [{name: _number(row[name]) for name in names if row[name]} for row in reader if None not in row]
@@ -473,22 +490,32 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def _finite(steps: Sequence[dict[str, float]], name: str) -> list[float]:
-    return [step[name] for step in steps if math.isfinite(step.get(name, math.nan))]
+def _column(steps: Steps, name: str) -> list[float]:
+    return [step.get(name, math.nan) for step in steps]
 
 
-def _reward(steps: Sequence[dict[str, float]]) -> str:
+def _finite(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _reward(steps: Steps) -> str:
     """The reward of the last step, and the best one; empty without rewards."""
-    finite = _finite(steps, "reward")
+    rewards = _column(steps, "reward")
+    finite = _finite(rewards)
     if not finite:
         return ""
-    rewards = [step.get("reward", math.nan) for step in steps]
     at = rewards.index(max(finite))
     return f"reward {rewards[-1]:.3f}, best {rewards[at]:.3f} at step {steps[at].get('step', at + 1):g}"
 
 
-def nan_alarms(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[str]:
-    """The columns that have been NaN for longer than before, and since which step; those of losses also if ever since.
+def nan_since(names: Sequence[str], steps: Steps) -> dict[float, list[str]]:
+    """The columns that have been NaN for longer than before, by the step since which they are.
+
+    Those of losses also if they have ever been.
 
     Args:
         names: Names of the columns.
@@ -497,16 +524,15 @@ def nan_alarms(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[
     since: dict[float, list[str]] = {}
     for name in names:
         marks = "".join("n" if math.isnan(step.get(name, 0.0)) else " " for step in steps)
-        *before, last = marks.split(" ")  # runs of NaN
-        least = max(map(len, before)) if before else 0 if name.startswith(LOSSES) else len(last)
-        if len(last) > least:
-            at = len(steps) - len(last)
+        *before, last = map(len, marks.split(" "))  # lengths of runs of NaN
+        if last > max(before, default=0 if name.startswith(LOSSES) else last):
+            at = len(steps) - last
             since.setdefault(steps[at].get("step", at + 1), []).append(name)
-    return [f"{', '.join(several)}: nan since step {step:g}" for step, several in since.items()]
+    return since
 
 
-def blown_up(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[str]:
-    """What has become far larger than usual, and a reward that is gone.
+def diverged(names: Sequence[str], steps: Steps) -> list[str]:
+    """What has become far larger than usual, and a reward that has fallen, or never changes.
 
     Args:
         names: Names of the columns.
@@ -514,39 +540,40 @@ def blown_up(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[st
     """
     alarms = []
     for name in names:
-        finite = _finite(steps, name)
+        finite = _finite(_column(steps, name))
         if len(finite) > STEPS_SHOWN and name.startswith(LOSSES):
             usual = statistics.median(map(abs, finite))
             if usual and min(map(abs, finite[-2:])) > BLOWN_UP * usual:
-                alarms.append(f"{name}: {finite[-1]:.4g}, usually {usual:.4g}")
-    rewards = _finite(steps, "reward")
-    means = [sum(rewards[at - 3 : at]) / 3 for at in range(3, len(rewards) + 1)]
-    if means and max(means) > 0 and means[-1] < max(means) / 5:
-        alarms.append(f"reward: {means[-1]:.3f} in the last three steps, {max(means):.3f} in the best three")
+                alarms.append(f"{name} has blown up: {finite[-1]:.4g}, usually {usual:.4g}")
+    rewards = _finite(_column(steps, "reward"))
+    means = [_mean(rewards[at - 3 : at]) for at in range(3, len(rewards) + 1)]
+    best = max(means, default=0.0)
+    if best > 0 and means[-1] < best / 5:
+        alarms.append(f"the reward has fallen: {means[-1]:.3f} in the last three steps, {best:.3f} in the best three")
+    if len(rewards) >= STEPS_SHOWN and min(rewards) == max(rewards):
+        alarms.append(f"the reward is {rewards[0]:.3f} in all {len(rewards)} steps: nothing is learned")
     return alarms
 
 
-def ranked(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[str]:
+def ranked(names: Sequence[str], steps: Steps, broken: Sequence[str]) -> list[str]:
     """Sort columns: step and reward, what is NaN now, `FIRST_COLUMNS`, what changes, and what does not.
 
     Args:
         names: Names of all columns.
         steps: The steps.
+        broken: Names of those that are NaN now.
     """
 
-    def rank(name: str) -> tuple[bool, int]:
-        if name in ("step", "reward"):
-            return False, -2 if name == "step" else -1
+    def rank(name: str) -> tuple[bool, bool, bool, float]:
         is_constant = name == "version" or len({str(step.get(name)) for step in steps}) == 1
-        is_nan = bool(nan_alarms([name], steps))
-        places = [at for at, start in enumerate(FIRST_COLUMNS, 1) if name.startswith(start)]
-        return is_constant, 0 if is_nan else min(places, default=len(FIRST_COLUMNS) + 1)
+        places = [at for at, start in enumerate([*broken, *FIRST_COLUMNS]) if name.startswith(start)]
+        return name != "step", name != "reward", is_constant, min(places, default=math.inf)
 
     return sorted(names, key=rank)
 
 
-def step_table(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[str]:
-    """Format steps as a table with as many columns as there is room for; a last line counts the others.
+def step_table(names: Sequence[str], steps: Steps) -> list[str]:
+    """Format steps as a table with as many columns as there is room for; a last line counts all of them.
 
     Args:
         names: Names of all columns, those that matter most first.
@@ -554,19 +581,34 @@ def step_table(names: Sequence[str], steps: Sequence[dict[str, float]]) -> list[
     """
     rows = [[visible(name)[:30] for name in names]]
     rows += [[f"{step[name]:.4g}" if name in step else "-" for name in names] for step in steps]
-    lines = table_lines(rows)
-    left = sum(f" {name} " not in f" {lines[0]} " for name in rows[0])
-    return [*lines, f"+{counted(left, 'column')}"] if left else lines
+    return [*table_lines(rows), f"of {counted(len(names), 'column')}"]
 
 
-def spark(values: Sequence[float]) -> str:
-    """Draw values as bars of one row; what is not a finite number is a space."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    low, high = min(finite), max(finite)
-    step = (high / 2 - low / 2) or 1.0  # halves, since the difference of large numbers is infinite
-    return "".join(
-        _BARS[round((value / 2 - low / 2) / step * (len(_BARS) - 1))] if math.isfinite(value) else " "
-        for value in values
-    )
+def plots(names: Sequence[str], steps: Steps, rows: int) -> list[str]:
+    """Draw all steps of as many columns as there is room for, each below its last, least and largest value.
+
+    Args:
+        names: Names of all columns, those that matter most first.
+        steps: The steps.
+        rows: Number of rows; there is at least one plot.
+    """
+    lines: list[str] = []
+    for name in names:
+        values = _column(steps, name)
+        finite = _finite(values)
+        if finite and name != "step" and len(lines) <= max(0, rows - PLOT_ROWS):
+            lines += wrapped(f"{name}: {finite[-1]:.3g} now, {min(finite):.3g} to {max(finite):.3g} so far")
+            lines += bars(values)
+    return lines
+
+
+def bars(values: Sequence[float]) -> list[str]:
+    """Draw values as bars of two rows, several as their mean if the terminal is narrower; spaces are not finite."""
+    count = len(values)
+    columns = min(terminal.width(), count)
+    halves = [_mean(_finite(values[count * at // columns : count * (at + 1) // columns])) / 2 for at in range(columns)]
+    finite = _finite(halves) or [0.0]  # the difference of large numbers is infinite, not that of their halves
+    low = min(finite)
+    reach = max(finite) - low or 1.0
+    eighths = [1 + round((half - low) / reach * 15) if math.isfinite(half) else 0 for half in halves]
+    return ["".join(row[eighth] for eighth in eighths) for row in (" " * 8 + _BARS, _BARS + "█" * 8)]

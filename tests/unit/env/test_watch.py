@@ -28,19 +28,18 @@ from strands_env.eval.metrics import table_lines
 from strands_env.watch import (
     EvaluationView,
     View,
+    bars,
     duration,
     open_run,
     pace_lines,
     ranked,
     read_steps,
-    spark,
     step_table,
     watch,
 )
 from strands_sglang import Outage
 from strands_sglang.credit import TrainingRows
 from strands_sglang.shown import visible
-from strands_sglang.terminal import wrapped
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from support.environments import StubEnvironment, sample, step_result, tasks
 
@@ -144,14 +143,12 @@ def ended(times):
 @pytest.mark.parametrize(
     ("times", "missing", "now", "told"),
     [
-        ([], 4, 100, "no result yet"),
-        ([None, None], 4, 100, "rate: unknown"),
         ([90], 4, 100, "last result 10 s ago"),
-        ([40, 60, 80, 100], 6, 100, "3.0 samples a minute, 2 min left, last result 0 s ago"),
-        ([40, 60, 80, 100], 6, 160, "1.5 samples a minute, 4 min left, last result 1 min ago"),
+        ([40, 60, 80, 100], 6, 100, "3.0 samples a minute, 2 min 00 s left, last result 0 s ago"),
+        ([40, 60, 80, 100], 6, 160, "1.5 samples a minute, 4 min 00 s left, last result 1 min 00 s ago"),
         ([40, 60, 80, 100], 0, 100, "last result 0 s ago"),
         ([0, 1, 2, 9000, 9030, 9060], 1, 9060, "2.0 samples a minute, 30 s left, last result 0 s ago"),
-        ([40, 100], 1, 90, "1.0 samples a minute, 1 min left, last result 0 s ago"),
+        ([40, 100], 1, 90, "1.0 samples a minute, 1 min 00 s left, last result 0 s ago"),
         ([40, 100], 1, 9100, "last result 2 h 30 min ago"),
     ],
 )
@@ -161,8 +158,17 @@ def test_the_rate_is_that_of_the_last_minutes(times, missing, now, told):
 
 def test_dropped_samples_are_no_results():
     dropped = [sample(None, finished=False, ended_at=at) for at in (98, 99, 100)]
-    assert pace_lines(dropped, 4, 100) == ["no result yet"]
-    assert pace_lines(ended([40]) + dropped, 4, 100) == ["last result 1 min ago"]
+    assert pace_lines(dropped, 4, 100) == pace_lines(ended([None, None]), 4, 100) == []
+    assert pace_lines(ended([40]) + dropped, 4, 100) == ["last result 1 min 00 s ago"]
+
+
+def test_the_rate_has_the_tokens_that_were_sampled_per_second():
+    """Those of results since the first of the last minutes, which began before them."""
+    done = ended([40, 60, 80, 100])
+    for one, tokens in zip(done, (9000, 6000, 300, None), strict=True):
+        one.step_result.observation.metrics["sampled_tokens"] = tokens
+    told = "3.0 samples a minute, 2 min 00 s left, last result 0 s ago, 105.0 tokens/s"
+    assert pace_lines(done, 6, 100) == [told]
 
 
 @pytest.mark.parametrize(("lost", "first"), [(1, ["pass@1"]), (0, ["pass@1", "avg@4", "pass@2", "pass^2"])])
@@ -175,8 +181,11 @@ def test_the_view_leaves_out_the_metrics_of_some_prompts_only(lost, first, tmp_p
     assert [line.split()[0] for line in table[: len(first)]] == first and (not lost or not table[1])
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.4, "0 s"), (59, "59 s"), (90, "2 min"), (3900, "1 h 05 min")])
-def test_durations_are_short(seconds, told):
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(-2, "0 s"), (59, "59 s"), (90.4, "1 min 30 s"), (599, "9 min 59 s"), (600, "10 min"), (3900, "1 h 05 min")],
+)
+def test_durations_are_short_and_have_seconds_below_ten_minutes(seconds, told):
     assert duration(seconds) == told
 
 
@@ -295,7 +304,7 @@ def test_the_steps_of_a_training_run_fit_a_narrow_terminal(columns, tmp_path, mo
     monkeypatch.setattr("strands_sglang.terminal.width", lambda: columns)
     folder = training(tmp_path, [(n, 0.1234567 * n, 60) for n in range(1, 30)])
     lines = open_run(folder)(time.time()).lines
-    assert max(map(len, lines)) <= columns and any(line.startswith("reward  ") for line in lines)
+    assert max(map(len, lines)) <= columns and any(line.startswith("reward: ") for line in lines)
 
 
 def test_the_title_has_the_time_that_a_run_takes(written, tmp_path):
@@ -321,17 +330,17 @@ def test_samples_that_hang_are_an_alarm_and_there_is_no_time_left(written, tmp_p
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     status_of(tmp_path, 2, left=2, seconds=240)
     shown = EvaluationView(tmp_path)(time.time())
-    assert shown.alarms == ["2 samples may hang: running for 4 min or more, the slowest that ended took 0 s"]
+    assert shown.alarms == ["2 samples may hang: running for 4 min 00 s or more, the slowest that ended took 0 s"]
     (tmp_path / "results.jsonl").write_text("")
     (tmp_path / "results.failures.jsonl").unlink()
     started = EvaluationView(tmp_path)(time.time())
-    assert started.alarms == ["2 samples may hang: running for 4 min or more, none has ended yet"]
+    assert started.alarms == ["2 samples may hang: running for 4 min 00 s or more, none has ended yet"]
     assert EvaluationView(tmp_path)(time.time() - 100).alarms == []  # the first may take three minutes
     assert re.fullmatch(r"last result \d+ s ago", shown.lines[0])
-    assert shown.lines[1] == "running longest: gsm-0000 #0 4 min, gsm-0001 #0 4 min" and not shown.has_stopped
+    assert shown.lines[1] == "running longest: gsm-0000 #0 4 min 00 s, gsm-0001 #0 4 min 00 s" and not shown.has_stopped
     status_of(tmp_path, 2, left=2, seconds=20)
     shown = EvaluationView(tmp_path)(time.time())
-    assert shown.alarms == [] and shown.lines[1].startswith("running longest: gsm-0000 #0 20 s")
+    assert shown.alarms == [] and shown.lines[0].startswith("running longest: gsm-0000 #0 20 s")
     status_of(tmp_path, 2, left=2, seconds=240, outages=["http://one has not answered"])
     assert EvaluationView(tmp_path)(time.time()).alarms == ["http://one has not answered"]  # why they wait
 
@@ -343,12 +352,12 @@ def test_dropped_samples_that_this_run_does_not_retry_take_no_time(written, tmp_
     for left in (4, 8):
         status_of(tmp_path, 1, left=left, seconds=-280)
         told.append(EvaluationView(tmp_path)(last + 280).lines[0])
-    assert ", 3 min left" in told[0] and ", 5 min left" in told[1]
+    assert ", 2 min 40 s left" in told[0] and ", 5 min 20 s left" in told[1]
 
 
 def test_an_evaluation_that_ended_with_dropped_samples_says_how_to_go_further(written, capsys):
     shown = EvaluationView(written)(time.time())
-    again = "8 of 12 scored, 4 dropped; run the same command again to retry them"
+    again = "8 of 12 scored; run the same command again to continue"
     assert shown.alarms == [f"ended after 0 s: {again}"] and shown.is_over and shown.has_stopped
     assert shown.title.endswith(", took 0 s") and shown.headline.startswith("pass@1")
     assert "0 " not in next(line for line in shown.lines if line.startswith("counts: "))
@@ -365,10 +374,10 @@ def test_an_alarm_is_shown_whole(monkeypatch):
     monkeypatch.setattr("strands_sglang.terminal.width", lambda: 60)
     told = f"http://{'a-long-name.' * 8}org:30000 has not answered for 40 s, retrying (attempt 7 of 61)"
     console = Console(file=io.StringIO(), width=60, height=20)
-    console.print(View("run", 1, 12, [], alarms=wrapped(told)))
+    console.print(View("run", 1, 12, [], alarms=[told], next="look"))
     shown = console.file.getvalue().splitlines()
     words = "".join("".join(shown).replace("! ", "").split())
-    assert words.endswith("".join(told.split())) and max(map(len, shown)) <= 60
+    assert words.endswith(f"{''.join(told.split())}next:look") and max(map(len, shown)) <= 60
 
 
 def test_an_evaluation_that_was_killed_is_not_said_to_run(written, tmp_path):
@@ -381,7 +390,7 @@ def test_an_evaluation_that_was_killed_is_not_said_to_run(written, tmp_path):
     results = tmp_path / "results.jsonl"
     results.write_bytes(b"".join(results.read_bytes().splitlines(keepends=True)[:5]))
     shown = EvaluationView(tmp_path)(time.time())
-    again = "5 of 12 scored, 4 dropped; run the same command again to continue"
+    again = "5 of 12 scored; run the same command again to continue"
     assert shown.alarms == [f"no process runs this evaluation now: {again}"] and shown.has_stopped
     assert not shown.is_over  # it may have been started again just now
     assert EvaluationView(tmp_path)(time.time() + 90).is_over
@@ -515,14 +524,15 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_the_text_once(written, monk
 def test_an_evaluation_that_has_only_begun_is_shown(written, tmp_path):
     shutil.copy(written / "results.run.json", tmp_path)
     view = EvaluationView(tmp_path)(time.time())
-    assert (view.done, view.total, view.is_over) == (0, 12, False) and view.lines[0] == "no result yet"
+    assert (view.done, view.total, view.is_over) == (0, 12, False)
+    assert view.lines[0] == "counts: 4 prompts, 12 not run"
 
 
 def training(folder, rows, *, total=6, torn=""):
     (folder / "steps").mkdir(exist_ok=True)
     (folder / "settings.json").write_text(json.dumps({"steps": total}))
-    header = "step,version,reward,kl,seconds,staleness_mean,a_long_name_of_a_metric,another_long_name,more\n"
-    text = "".join(f"{n},{n - 1},{reward},0.25,{seconds},0.5,1,2,3\n" for n, reward, seconds in rows)
+    header = "step,version,reward,kl,seconds,trained_tokens,a_long_name_of_a_metric,another_long_name,more\n"
+    text = "".join(f"{n},{n - 1},{reward},0.25,{seconds},600,1,2,3\n" for n, reward, seconds in rows)
     (folder / "metrics.csv").write_text(header + text + torn)
     return folder
 
@@ -535,27 +545,25 @@ def test_a_training_run_is_shown_by_step(tmp_path):
     rows.save(folder / "steps" / "step-000003" / "rows.safetensors")
     view = open_run(folder)(os.path.getmtime(folder / "metrics.csv") + 5)
     text = "\n".join(view.lines)
-    assert (view.done, view.total, view.is_over) == (3, 6, False) and view.title.endswith(": training for 3 min")
-    assert (
-        "1 min a step, 3 min left, last step 5 s ago" in text
-        and "slowest: step 2: 90 s, step 1: 60 s, step 3: 30 s" in text
-    )
-    assert re.search(r"step +reward +seconds +kl +version +staleness_mean +a_long_name_of_a_metric\n", text)
-    assert re.search(r"3 +nan +30 +0\.25 +2 +0\.5", text) and "reward         ▁█   0.25 -> nan (0.25 to 0.5)" in text
-    assert view.alarms == ["reward: nan since step 3"]
-    assert "\n+2 columns\n" in text and "seconds        ▅█▁  60 -> 30 (30 to 90)" in text
-    assert "left out: 2 x aborted" in text and "ends: 1 timeout" in text
-    assert max(map(len, view.lines)) <= 80
+    assert (view.done, view.total, view.is_over) == (3, 6, False) and view.title.endswith(": training for 3 min 00 s")
+    assert "1 min 00 s a step, 3 min 00 s left, last step 5 s ago, 10.0 trained tokens/s" in text
+    assert re.search(r"step +reward +seconds +kl +version +trained_tokens +a_long_name_of_a_metric\n", text)
+    assert re.search(r"3 +nan +30 +0\.25 +2 +600", text) and "reward: 0.5 now, 0.25 to 0.5 so far\n █ \n▁█ \n" in text
+    assert view.alarms == ["reward: nan since step 3"] and "\nof 9 columns\n" in text
+    assert "left out: 2 x aborted" in text and "step-000003 ends: 1 timeout" in text
+    assert max(map(len, view.lines)) <= 80 and view.next == f"strands-sglang view {tmp_path} --open"
 
 
 def test_a_trainer_that_is_dead_is_an_alarm(tmp_path, capsys):
     folder = training(tmp_path, [(n, 0.5, 120) for n in range(1, 4)])
     at = os.path.getmtime(folder / "metrics.csv")
     view = open_run(folder)(at + 19 * 60)
-    assert view.alarms == ["no step for 19 min (a step takes 2 min)"] and view.has_stopped and not view.is_over
-    assert view.lines[0] == "2 min a step, last step 19 min ago"
+    assert view.alarms == ["no step for 19 min (a step takes 2 min 00 s)"] and view.has_stopped and not view.is_over
+    assert view.lines[0] == "2 min 00 s a step, last step 19 min ago, 5.0 trained tokens/s"
     view = open_run(folder)(at + 5 * 60)
-    assert view.alarms == [] and view.lines[0] == "2 min a step, 6 min left, last step 5 min ago"
+    assert view.alarms == [] and view.lines[0].startswith(
+        "2 min 00 s a step, 6 min 00 s left, last step 5 min 00 s ago"
+    )
     assert open_run(training(folder, [(1, 1, 1)], total=1))(at + 5000).alarms == []  # it is over
     training(folder, [(n, 0.5, 120) for n in range(1, 4)])
     os.utime(folder / "metrics.csv", (at - 1140,) * 2)
@@ -567,15 +575,16 @@ def test_a_run_that_diverges_is_seen(tmp_path):
     names.insert(0, "trained_rows")
     steps = [{name: 128.0 for name in names} | {"loss": at, "reward": at / 10, "step": at} for at in (1.0, 3.0, 2.0)]
     steps[-1]["kl"] = math.nan
-    assert ranked(names, steps)[:6] == ["step", "reward", "kl", "loss", "clip_fraction", "gap_mean"]
+    assert ranked(names, steps, ["kl"])[:6] == ["step", "reward", "kl", "loss", "clip_fraction", "gap_mean"]
     text = "".join(f"{','.join(str(step[name]) for name in names)}\n" for step in steps)
     (tmp_path / "metrics.csv").write_text(f"{','.join(names)}\n{text}")
     view = open_run(tmp_path)(time.time())
-    assert view.headline == "reward 0.200, best 0.300 at step 3" and "+8 columns" in view.lines
-    screen = io.StringIO()
-    Console(file=screen, force_terminal=True, color_system="standard").print(view)
-    assert screen.getvalue().count("\x1b[31mnan\x1b") == 2 and view.alarms == ["kl: nan since step 2"]
-    assert "kl             ▁▁   128 -> nan" in view.lines
+    assert view.headline == "reward 0.200, best 0.300 at step 3" and "of 16 columns" in view.lines
+    assert view.alarms == ["kl: nan since step 2"] and view.lines[2:5] == [
+        "reward: 0.2 now, 0.1 to 0.3 so far",
+        " █▁",
+        "▁██",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -583,10 +592,14 @@ def test_a_run_that_diverges_is_seen(tmp_path):
     [
         (
             {"reward": [0.1 * n for n in range(9)] + [0.0] * 3},
-            ["reward: 0.000 in the last three steps, 0.700 in the best three"],
+            ["the reward has fallen: 0.000 in the last three steps, 0.700 in the best three"],
         ),
         ({"reward": [0.5, 0.3, 0.4] * 5, "kl": [0.01, 0.03] * 6}, []),
-        ({"kl": [0.02, 0.03] * 6 + [5, 1966]}, ["kl: 1966, usually 0.03"]),
+        ({"reward": [-1.0, -0.5, -2.0] * 5}, []),
+        ({"reward": [0.0] * 8}, ["the reward is 0.000 in all 8 steps: nothing is learned"]),
+        ({"reward": [0.0] * 7}, []),
+        ({"reward": [0.7] * 4 + [0.0] * 3 + [0.6] * 3}, []),  # it is back
+        ({"kl": [0.02, 0.03] * 6 + [5, 1966]}, ["kl has blown up: 1966, usually 0.03"]),
         ({"grad_norm": [0.5] * 12 + [13122]}, []),  # once happens
         ({"loss": ["nan"] * 4, "kl": ["nan"] * 4}, ["loss, kl: nan since step 1"]),
         ({"eval": (["nan"] * 4 + [0.5]) * 3 + ["nan"] * 4}, []),  # every fifth step
@@ -610,18 +623,65 @@ def test_a_trainer_that_dies_before_its_first_step_is_an_alarm(tmp_path):
 
 def test_cells_without_a_number_are_empty(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,eval\n1,\n2,0.5\n3,nan\n")
-    assert step_table(*read_steps(tmp_path / "metrics.csv")) == ["step  eval", "1        -", "2      0.5", "3      nan"]
+    assert step_table(*read_steps(tmp_path / "metrics.csv")) == [
+        *("step  eval", "1        -", "2      0.5", "3      nan"),
+        "of 2 columns",
+    ]
 
 
-def test_a_tall_terminal_shows_more_steps_and_bars(tmp_path, monkeypatch):
+def test_the_steps_and_plots_are_as_many_as_fit_the_terminal(tmp_path, monkeypatch):
     folder = training(tmp_path, [(n, n, n) for n in range(1, 30)], total=40)
     shown = []
-    for lines in (20, 24, 40):
-        size = os.terminal_size((80, lines))
+    for columns, lines in ((40, 15), (60, 20), (80, 24), (80, 40)):
+        size = os.terminal_size((columns, lines))
         monkeypatch.setattr(shutil, "get_terminal_size", lambda *fallback, size=size: size)
+        monkeypatch.setattr("strands_sglang.terminal.width", lambda columns=columns: columns)
         text = open_run(folder)(time.time()).lines
-        shown.append((sum(re.match(r"\d+  ", line) is not None for line in text), sum("->" in line for line in text)))
-    assert shown == [(8, 2), (8, 2), (16, 7)]
+        console = Console(file=io.StringIO(), width=columns, height=lines)
+        console.print(open_run(folder)(time.time()))
+        assert len(console.file.getvalue().splitlines()) < lines
+        shown.append(
+            (sum(" now, " in line for line in text), sum(re.match(r"\d+  ", line) is not None for line in text))
+        )
+    assert shown == [(1, 1), (2, 3), (3, 5), (6, 12)]
+
+
+def test_all_steps_are_drawn_on_a_narrow_terminal(tmp_path, monkeypatch):
+    monkeypatch.setattr("strands_sglang.terminal.width", lambda: 60)
+    lines = open_run(training(tmp_path, [(n, n, n) for n in range(601)], total=700))(time.time()).lines
+    at = lines.index("reward: 600 now, 0 to 600 so far")
+    assert [len(line) for line in lines[at + 1 : at + 3]] == [60, 60]
+    assert lines[at + 1].strip()[-1] == "█" and lines[at + 2].startswith("▁")
+
+
+@pytest.mark.parametrize(("steps", "told"), [(2, "done; next: "), (3, "")])
+def test_a_run_that_ended_well_says_done_and_what_to_type_next(tmp_path, steps, told, capsys):
+    """In the last lines, so that they are on any screen."""
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    training(folder, [(1, 1, 1), (2, 2, 1)], total=steps)
+    assert main(["watch", str(folder)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("done" in out) == bool(told)
+    assert not told or out.endswith(f"{told}strands-env track '{folder}' --to tensorboard")
+
+
+def test_an_evaluation_that_ended_well_says_done_and_what_to_type_next(tmp_path, capsys):
+    asyncio.run(Evaluator(StubEnvironment().factory, output_path=tmp_path).run(tasks(2)))
+    assert main(["watch", str(tmp_path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.endswith(f"done; next: strands-env report {tmp_path} --html --open")
+
+
+def test_what_is_wrong_is_followed_by_what_to_type_next(written, tmp_path, capsys):
+    folder = training(tmp_path, [(n, 0.0, 120) for n in range(1, 9)], total=20)
+    for run, command in (
+        (written, f"strands-env report {written} --html --open"),
+        (folder, f"strands-env track {folder} --to tensorboard"),
+    ):
+        main(["watch", str(run)])
+        alarm, _, after = " ".join(capsys.readouterr().out.split()).partition(" next: ")
+        assert " ! " in alarm and after.startswith(command) and "done; " not in after
 
 
 def test_a_finished_or_strange_training_run_is_shown(tmp_path):
@@ -631,7 +691,7 @@ def test_a_finished_or_strange_training_run_is_shown(tmp_path):
     (tmp_path / "steps" / "step-000001").mkdir()
     (tmp_path / "steps" / "step-000001" / "rows.safetensors").write_bytes(b"torn")
     view = open_run(tmp_path)(time.time())
-    assert (view.done, view.total) == (0, None) and view.lines[0].startswith("step-000001:")
+    assert (view.done, view.total) == (0, None) and any(line.startswith("step-000001:") for line in view.lines)
 
 
 @given(st.text(alphabet="0123456789.,\n nan-", max_size=200))
@@ -645,7 +705,8 @@ def test_any_text_is_read_as_steps(text):
 
 
 def test_bars_show_values_and_gaps():
-    assert spark([0.0, math.nan, 1.0]) == "▁ █" and spark([math.nan]) == "" and spark([2.0, 2.0]) == "▁▁"
+    assert bars([0.0, math.nan, 1.0]) == ["  █", "▁ █"] and bars([2.0, 2.0]) == ["  ", "▁▁"]
+    assert bars([1e308, -1e308]) == ["█ ", "█▁"] and bars([math.nan]) == [" ", " "]
 
 
 # --- in a terminal ---
@@ -661,17 +722,17 @@ def test_keys_stop_and_are_not_shown(written, tmp_path, keys):
     folder = shutil.copytree(written, tmp_path / "out")
     status_of(folder, 2, left=2, seconds=240)
     os.utime(folder / "results.status.json", (time.time() + 3600,) * 2)
-    socket = f"keys-{os.getpid()}"
+    socket = f"{keys}-{os.getpid()}"
     program = f"{sys.executable} -m strands_env.cli watch"
     missing, there = f"{program} {tmp_path}/no", f"{program} {folder}; echo exit code $?"
     command = f"unset COLUMNS LINES; {missing}; {there}; stty -a | grep -c ' echo '; read wait"
-    subprocess.run(["tmux", "-L", socket, "new-session", "-d", "-x", "60", "-y", "20", command], check=True)
+    subprocess.run(["tmux", "-L", socket, "new-session", "-d", "-x", "60", "-y", "30", command], check=True)
 
     def press(*keys):
         subprocess.run(["tmux", "-L", socket, "send-keys", *keys], check=True)
 
     try:
-        until(lambda: "does not exist yet: waiting for" in " ".join(pane(socket).split()), lambda: pane(socket))
+        until(lambda: "yet: waiting for" in " ".join(pane(socket).split()), lambda: pane(socket))
         press(keys)
         until(lambda: "gsm-0000" in pane(socket), lambda: pane(socket))
         press("x", "y", "z", "w")
