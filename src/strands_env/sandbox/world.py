@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from .inside.file_system import SYSTEM
 from .inside.messages import MOST_BYTES, receive, send, unchanged
-from .layers import EMPTY_LAYER, Layer, folder, new_layer, sweep, users
+from .layers import Layer, folder, new_layer, sweep, users
 from .starting import STARTER, in_utf8
 
 Ended = Literal["exited", "timeout", "memory", "processes", "disk", "output"]
@@ -248,8 +248,6 @@ class World:
         """Start the first process on the image's layers and the world's own."""
         assert self._own is not None
         layers = _names((self._own, *self.image.layers))
-        if len(layers) == 1:
-            layers.append(EMPTY_LAYER)
         shown = (*(SYSTEM if self.image.shows_machine else ()), *self._visible)
         config = {
             "mode": self._mode,
@@ -257,7 +255,7 @@ class World:
             "users": users(),
             "network": self.network,
             "shown": [in_utf8(path) for path in shown],
-            "files": {**({} if self.image.layers else FIRST_FILES), **_settings(self.network)},
+            "files": {**FIRST_FILES, **_settings(self.network)},
             "connector": _connector() if self.network == "public" else None,
             "limits": asdict(self.limits),
             "environment": self.env,

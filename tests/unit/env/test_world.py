@@ -240,6 +240,13 @@ async def test_what_is_too_long_is_refused_and_the_world_goes_on(world, what):
 # --- files ---
 
 
+async def test_what_each_world_needs_is_not_on_the_disk_but_has_its_device(world, folder):
+    (own,) = [path for path in (folder / "worlds").iterdir() if path.is_dir()]
+    assert os.listdir(own / "u") == []
+    ran = await world.execute("touch /new /etc/new; stat -c %d / /new /etc /etc/new /etc/passwd /tmp | uniq | wc -l")
+    assert ran.stdout == b"1\n"
+
+
 async def test_what_a_program_writes_to_its_root_is_its_own(world):
     ran = await world.execute("echo 'made in a world' >> /etc/hosts && echo wrote")
     assert ran.stdout == b"wrote\n" and "made in a world" not in Path("/etc/hosts").read_text()
@@ -551,7 +558,7 @@ def test_a_world_ends_with_its_owner_however_that_ends(folder):
         assert time.monotonic() < deadline
     assert str(folder) not in Path("/proc/mounts").read_text()
     start_and_stop()
-    assert set(os.listdir(folder / "worlds")) == {"lock", "i-empty"}
+    assert set(os.listdir(folder / "worlds")) == {"lock"}
 
 
 def test_what_a_process_still_claims_is_not_swept(folder):
