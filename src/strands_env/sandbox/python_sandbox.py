@@ -142,8 +142,7 @@ async def _run(
     user = "65534" if len(users()) > 1 else "root"  # root of a world can end the parent of its program
     image = Image(shows_machine=True, working_dir="/tmp", user=user, env={**VARIABLES, **environment()})
     async with World(image, limits=limits, visible_paths=visible, mode=mode) as world:
-        await world.write("main.py", source)
-        return await world.execute(command, is_merged=True, privileges=False)
+        return await world.execute(command, stdin=source, script="main.py", is_merged=True, privileges=False)
 
 
 def available_modes(python: str = sys.executable) -> dict[Mode, str | None]:

@@ -406,6 +406,7 @@ class World:
         on_output: Callable[[Stream, bytes], None] | None = None,
         is_merged: bool = False,
         privileges: bool = True,
+        script: str | None = None,
     ) -> Execution:
         """Run a program and wait for it; programs that it leaves in the background live on.
 
@@ -423,6 +424,7 @@ class World:
             is_merged: Whether stdout gets both outputs, in the order in which they were written.
             privileges: Whether root may act as root, for example to change owners; otherwise no program can become
                 another user.
+            script: File of root that gets `stdin` before the program starts, such as the source that it runs.
 
         Raises:
             SandboxError: The world is not running, or does not answer.
@@ -443,6 +445,7 @@ class World:
             "folder": working_dir,
             "environment": dict(env or {}),
             "privileges": privileges,
+            "path": script,
         }
         outputs: list[_Output] = []
         streams: tuple[Stream, ...] = ("stdout",) if is_merged else ("stdout", "stderr")

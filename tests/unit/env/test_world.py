@@ -73,6 +73,13 @@ async def test_a_program_without_free_descriptors_for_its_output_leaves_none_ope
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+async def test_a_script_is_written_before_its_program_starts(world):
+    ran = await world.execute("cat; sh script; stat -c %U:%a script", working_dir="/", stdin=b"pwd\n", script="/script")
+    assert ran.output == "/\nroot:644\n"
+    ran = await world.execute("true", script="/proc/script")
+    assert (ran.exit_code, ran.stderr[:17]) == (126, b"[Errno 2] No such")
+
+
 async def test_output_comes_while_the_program_runs(world):
     pieces = []
     await world.execute("echo a; echo b >&2; echo c", on_output=lambda stream, data: pieces.append((stream, data)))

@@ -356,6 +356,9 @@ class FirstProcess:
             signal.signal(number, signal.SIG_DFL)
         with contextlib.suppress(OSError):
             _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, the kernel ends this process first
+        if request["path"] is not None:
+            os.chdir(self._config["working_dir"])
+            _write_file(request)
         home = self._confine(request)
         watchers = len(self._running) + 2 if os.getuid() == 0 else 0  # the kernel counts them with root's programs
         limit_resources({**self._limits, "processes": self._limits["processes"] + watchers})
