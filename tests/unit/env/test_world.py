@@ -673,4 +673,4 @@ def test_without_namespaces_the_error_says_what_was_refused():
     limited = ["unshare", "-U", "-r", "sh", "-c", 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"', "sh"]
     ran = subprocess.run([*limited, sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert ran.returncode == 1
-    assert "SandboxUnavailableError: this machine starts no world: [Errno 28] unshare" in ran.stderr
+    assert "SandboxUnavailableError: this machine starts no world: [Errno 28] clone" in ran.stderr

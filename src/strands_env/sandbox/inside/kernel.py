@@ -14,6 +14,7 @@ import ctypes
 import errno
 import os
 import platform
+import signal
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -41,9 +42,12 @@ def _checked(result: int, what: str) -> None:
         raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
-def unshare(flags: int) -> None:
-    """Move this process to new namespaces of the kinds in `flags`."""
-    _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
+def fork_into(namespaces: int) -> int:
+    """Fork this process, which has a single thread, into new namespaces; return 0 in the child, else its id."""
+    number = _MACHINES[platform.machine()].clone
+    child = int(_libc.syscall(number, ctypes.c_ulong(namespaces | signal.SIGCHLD), None, None, None, None))
+    _checked(min(child, 0), "clone")
+    return child
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
