@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import stat
-import subprocess
 from collections.abc import Iterable
 from typing import Any
 
@@ -221,6 +220,8 @@ def remove(path: str) -> None:
         else:
             os.unlink(path)
     if os.path.lexists(path):
+        import subprocess  # and with it `threading`, which makes each fork of a world's processes slower
+
         for command in (["chmod", "-R", "u+rwx", path], ["rm", "-rf", "--", path]):
             with contextlib.suppress(OSError):
                 subprocess.run(command, capture_output=True, env={"PATH": "/usr/bin:/bin"})
