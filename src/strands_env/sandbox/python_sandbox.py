@@ -25,6 +25,7 @@ from .world import (
     SandboxLimits,
     SandboxUnavailableError,
     World,
+    existing,
 )
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -95,10 +96,7 @@ class PythonSandbox:
             raise ValueError(f"mode={mode!r} is not one of {', '.join(MODES)}")
         self.limits = limits
         self._python = os.path.abspath(python)
-        self._visible = tuple(os.path.abspath(path) for path in visible_paths)
-        for path in self._visible:
-            if not os.path.exists(path):
-                raise ValueError(f"visible_paths: {path} does not exist")
+        self._visible = existing(visible_paths)
         self._max_concurrency = max_concurrency
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()

@@ -192,10 +192,7 @@ class World:
         """
         if network not in get_args(Network):
             raise ValueError(f"network={network!r} is not one of {', '.join(get_args(Network))}")
-        self._visible = tuple(os.path.abspath(path) for path in visible_paths)
-        for path in self._visible:
-            if not os.path.exists(path):
-                raise ValueError(f"visible_paths: {path} does not exist")
+        self._visible = existing(visible_paths)
         self._mode = mode
         self.image = image or Image(shows_machine=True)
         self.limits = limits
@@ -717,6 +714,19 @@ class _Output:
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function that waits, in a thread."""
     return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+
+
+def existing(visible_paths: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """Return them as absolute paths.
+
+    Raises:
+        ValueError: One does not exist.
+    """
+    paths = tuple(os.path.abspath(path) for path in visible_paths)
+    for path in paths:
+        if not os.path.exists(path):
+            raise ValueError(f"visible_paths: {path} does not exist")
+    return paths
 
 
 def _names(layers: Sequence[Layer]) -> list[str]:
