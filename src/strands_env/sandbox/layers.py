@@ -29,7 +29,6 @@ from .inside.file_system import remove
 FOLDER_VARIABLE = "STRANDS_ENV_WORLDS"
 OF_IMAGE = "i-"
 HOW_MADE = 1  # another number where the same content makes other files than before
-EMPTY_LAYER = f"{OF_IMAGE}empty"  # the kernel wants at least one below a world's own
 UNFINISHED_S = 60.0
 SPARE_USERS = (2_000_000_000, 1 << 23)  # twice as many as there can be processes
 FEW_USERS = 2_048
@@ -137,7 +136,6 @@ def keep(layer: Layer, kept: Layer) -> None:
 
 def sweep() -> None:
     """Remove layers that no one holds, which killed processes left."""
-    (folder() / EMPTY_LAYER / "u").mkdir(0o755, parents=True, exist_ok=True)
     with _while_not_swept(fcntl.LOCK_EX):
         left = [path for path in folder().iterdir() if path.is_dir() and not path.name.startswith(OF_IMAGE)]
         free = [path for path in left if _is_free(path)]

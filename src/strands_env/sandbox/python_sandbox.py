@@ -25,6 +25,7 @@ from .world import (
     SandboxLimits,
     SandboxUnavailableError,
     World,
+    existing,
 )
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -95,10 +96,7 @@ class PythonSandbox:
             raise ValueError(f"mode={mode!r} is not one of {', '.join(MODES)}")
         self.limits = limits
         self._python = os.path.abspath(python)
-        self._visible = tuple(os.path.abspath(path) for path in visible_paths)
-        for path in self._visible:
-            if not os.path.exists(path):
-                raise ValueError(f"visible_paths: {path} does not exist")
+        self._visible = existing(visible_paths)
         self._max_concurrency = max_concurrency
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
@@ -142,8 +140,7 @@ async def _run(
     user = "65534" if len(users()) > 1 else "root"  # root of a world can end the parent of its program
     image = Image(shows_machine=True, working_dir="/tmp", user=user, env={**VARIABLES, **environment()})
     async with World(image, limits=limits, visible_paths=visible, mode=mode) as world:
-        await world.write("main.py", source)
-        return await world.execute(command, is_merged=True, privileges=False)
+        return await world.execute(command, stdin=source, script="main.py", is_merged=True, privileges=False)
 
 
 def available_modes(python: str = sys.executable) -> dict[Mode, str | None]:

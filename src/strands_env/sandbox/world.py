@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from .inside.file_system import SYSTEM
 from .inside.messages import MOST_BYTES, receive, send, unchanged
-from .layers import EMPTY_LAYER, Layer, folder, new_layer, sweep, users
+from .layers import Layer, folder, new_layer, sweep, users
 from .starting import STARTER, in_utf8
 
 Ended = Literal["exited", "timeout", "memory", "processes", "disk", "output"]
@@ -193,10 +193,7 @@ class World:
         """
         if network not in get_args(Network):
             raise ValueError(f"network={network!r} is not one of {', '.join(get_args(Network))}")
-        self._visible = tuple(os.path.abspath(path) for path in visible_paths)
-        for path in self._visible:
-            if not os.path.exists(path):
-                raise ValueError(f"visible_paths: {path} does not exist")
+        self._visible = existing(visible_paths)
         self._mode = mode
         self.image = image or Image(shows_machine=True)
         self.limits = limits
@@ -249,8 +246,6 @@ class World:
         """Start the first process on the image's layers and the world's own."""
         assert self._own is not None
         layers = _names((self._own, *self.image.layers))
-        if len(layers) == 1:
-            layers.append(EMPTY_LAYER)
         shown = (*(SYSTEM if self.image.shows_machine else ()), *self._visible)
         config = {
             "mode": self._mode,
@@ -258,7 +253,7 @@ class World:
             "users": users(),
             "network": self.network,
             "shown": [in_utf8(path) for path in shown],
-            "files": {**({} if self.image.layers else FIRST_FILES), **_settings(self.network)},
+            "files": {**FIRST_FILES, **_settings(self.network)},
             "connector": _connector() if self.network == "public" else None,
             "limits": asdict(self.limits),
             "environment": self.env,
@@ -409,6 +404,7 @@ class World:
         on_output: Callable[[Stream, bytes], None] | None = None,
         is_merged: bool = False,
         privileges: bool = True,
+        script: str | None = None,
     ) -> Execution:
         """Run a program and wait for it; programs that it leaves in the background live on.
 
@@ -426,6 +422,7 @@ class World:
             is_merged: Whether stdout gets both outputs, in the order in which they were written.
             privileges: Whether root may act as root, for example to change owners; otherwise no program can become
                 another user.
+            script: File of root that gets `stdin` before the program starts, such as the source that it runs.
 
         Raises:
             SandboxError: The world is not running, or does not answer.
@@ -446,6 +443,7 @@ class World:
             "folder": working_dir,
             "environment": dict(env or {}),
             "privileges": privileges,
+            "path": script,
         }
         outputs: list[_Output] = []
         streams: tuple[Stream, ...] = ("stdout",) if is_merged else ("stdout", "stderr")
@@ -741,6 +739,19 @@ class _Output:
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function that waits, in a thread."""
     return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+
+
+def existing(visible_paths: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """Return them as absolute paths.
+
+    Raises:
+        ValueError: One does not exist.
+    """
+    paths = tuple(os.path.abspath(path) for path in visible_paths)
+    for path in paths:
+        if not os.path.exists(path):
+            raise ValueError(f"visible_paths: {path} does not exist")
+    return paths
 
 
 def _names(layers: Sequence[Layer]) -> list[str]:

@@ -68,7 +68,7 @@ def folders(monkeypatch, tmp_path_factory):
         assert time.monotonic() < deadline, left
     worlds = f"{folder}/strands-env-{os.geteuid()}"
     with contextlib.suppress(FileNotFoundError):
-        assert set(os.listdir(worlds)) <= {"lock", "i-empty"}
+        assert set(os.listdir(worlds)) <= {"lock"}
         shutil.rmtree(worlds)
     os.rmdir(folder)
 
@@ -643,7 +643,7 @@ def test_nothing_is_left_when_the_caller_is_killed(mode, folders):
     while running(owner.pid):
         assert time.monotonic() < deadline + 60
     subprocess.run([sys.executable, "-c", code.replace("time.sleep(1000)", "")], env=environment, check=True)
-    assert set(os.listdir(f"{folders}/strands-env-{os.geteuid()}")) == {"lock", "i-empty"}
+    assert set(os.listdir(f"{folders}/strands-env-{os.geteuid()}")) == {"lock"}
 
 
 async def test_programs_do_not_block_the_event_loop(mode):

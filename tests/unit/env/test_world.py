@@ -73,6 +73,13 @@ async def test_a_program_without_free_descriptors_for_its_output_leaves_none_ope
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+async def test_a_script_is_written_before_its_program_starts(world):
+    ran = await world.execute("cat; sh script; stat -c %U:%a script", working_dir="/", stdin=b"pwd\n", script="/script")
+    assert ran.output == "/\nroot:644\n"
+    ran = await world.execute("true", script="/proc/script")
+    assert (ran.exit_code, ran.stderr[:17]) == (126, b"[Errno 2] No such")
+
+
 async def test_output_comes_while_the_program_runs(world):
     pieces = []
     await world.execute("echo a; echo b >&2; echo c", on_output=lambda stream, data: pieces.append((stream, data)))
@@ -238,6 +245,13 @@ async def test_what_is_too_long_is_refused_and_the_world_goes_on(world, what):
 
 
 # --- files ---
+
+
+async def test_what_each_world_needs_is_not_on_the_disk_but_has_its_device(world, folder):
+    (own,) = [path for path in (folder / "worlds").iterdir() if path.is_dir()]
+    assert os.listdir(own / "u") == []
+    ran = await world.execute("touch /new /etc/new; stat -c %d / /new /etc /etc/new /etc/passwd /tmp | uniq | wc -l")
+    assert ran.stdout == b"1\n"
 
 
 async def test_what_a_program_writes_to_its_root_is_its_own(world):
@@ -551,7 +565,7 @@ def test_a_world_ends_with_its_owner_however_that_ends(folder):
         assert time.monotonic() < deadline
     assert str(folder) not in Path("/proc/mounts").read_text()
     start_and_stop()
-    assert set(os.listdir(folder / "worlds")) == {"lock", "i-empty"}
+    assert set(os.listdir(folder / "worlds")) == {"lock"}
 
 
 def test_what_a_process_still_claims_is_not_swept(folder):
@@ -659,4 +673,4 @@ def test_without_namespaces_the_error_says_what_was_refused():
     limited = ["unshare", "-U", "-r", "sh", "-c", 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"', "sh"]
     ran = subprocess.run([*limited, sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert ran.returncode == 1
-    assert "SandboxUnavailableError: this machine starts no world: [Errno 28] unshare" in ran.stderr
+    assert "SandboxUnavailableError: this machine starts no world: [Errno 28] clone" in ran.stderr

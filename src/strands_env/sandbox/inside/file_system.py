@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import stat
-import subprocess
 import tarfile
 from collections.abc import Iterable
 from typing import Any
@@ -25,6 +24,8 @@ SYSTEM = (
     *(f"/etc/{name}" for name in ("ld.so.cache", "localtime", "alternatives", "mime.types", "nsswitch.conf")),
 )
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+FOLDERS = ("proc", "dev", "tmp", "etc", "run", "root", "var/tmp")
+FOR_ALL_USERS = ("/tmp", "/var/tmp")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 LINKS = {
     "ptmx": "pts/ptmx",
@@ -46,21 +47,33 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
     """Build the root of a world and enter it; return a descriptor of its layer, which lies outside.
 
     The root is an overlay of layers, each a folder `NAME/u` in the current folder. Nothing is followed or made below it
-    before it is the root, for a link in an image would lead to the machine's files.
+    before it is the root, for a link in an image would lead to the machine's files. Its lowest layer is in memory and
+    has what each world needs, so that none of it is made and removed on the disk.
 
     Raises:
         OSError: The kernel refuses a step. The message names it.
     """
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     own = config["layers"][0]
+    root = f"{own}/r"
     upper = os.open(f"{own}/u", os.O_RDONLY | os.O_DIRECTORY)
-    lower = ":".join(f"{name}/u" for name in config["layers"][1:])
-    # Without `volatile`, each copy of a file to the own layer and each unmount waits for the disk.
-    options = f"lowerdir={lower},upperdir={own}/u,workdir={own}/w,userxattr,volatile"
-    kernel.mount("overlay", f"{own}/r", "overlay", 0, options)
-    os.chdir(f"{own}/r")
+    kernel.mount("tmpfs", root, "tmpfs", 0, "mode=755")
+    for name in FOLDERS:
+        os.makedirs(f"{root}/{name}")
+    for name in FOR_ALL_USERS:
+        os.chmod(root + name, 0o1777)
+    for path, opened in shown:
+        _make_point(root + path, opened)
+    for path, text in config["files"].items():
+        _replace(root + path, text)
+    lower = ":".join([*(f"{name}/u" for name in config["layers"][1:]), root])
+    # Without `volatile`, each copy of a file to the own layer and each unmount waits for the disk. With `xino=on`, all
+    # files have the same device, although their layers have not.
+    options = f"lowerdir={lower},upperdir={own}/u,workdir={own}/w,userxattr,volatile,xino=on"
+    kernel.mount("overlay", root, "overlay", 0, options)
+    os.chdir(root)
     kernel.pivot_root()
-    for name in ("proc", "dev", "tmp", "etc", "run", "root", "var/tmp", config["working_dir"]):
+    for name in (*FOLDERS, config["working_dir"]):
         with contextlib.suppress(FileExistsError):  # no folder in this image; programs will find out
             os.makedirs(f"/{name}", exist_ok=True)
     # While the old root is mounted, the kernel allows another /proc, and to bind from it.
@@ -75,11 +88,12 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
     for path, opened in shown:
         _bind(path, opened)
     kernel.unmount_here()  # the old root
-    for folder in ("/tmp", "/var/tmp"):
+    for folder in FOR_ALL_USERS:
         with contextlib.suppress(PermissionError):  # an image's folder of a user that this machine has not
-            os.chmod(folder, 0o1777)
-    for path, text in config["files"].items():
-        _replace(path, text)
+            if stat.S_IMODE(os.stat(folder).st_mode) != 0o1777:
+                os.chmod(folder, 0o1777)
+    if config["layers"][1:]:  # which may have another one
+        _replace("/etc/resolv.conf", config["files"]["/etc/resolv.conf"])
     return upper
 
 
@@ -98,13 +112,18 @@ def _without_nested(paths: Iterable[str]) -> list[str]:
     return kept
 
 
-def _bind(path: str, opened: int) -> None:
-    source = f"/proc/self/fd/{opened}"
-    if os.path.isdir(source):
+def _make_point(path: str, opened: int) -> None:
+    """Make a folder or a file, if there is none, on which to mount another one."""
+    if os.path.isdir(f"/proc/self/fd/{opened}"):
         os.makedirs(path, exist_ok=True)
     elif not os.path.exists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+
+
+def _bind(path: str, opened: int) -> None:
+    _make_point(path, opened)
+    source = f"/proc/self/fd/{opened}"
     kernel.mount(source, path, None, kernel.MS_BIND | kernel.MS_REC)
     if path not in DEVICES:
         kernel.make_read_only(path)
@@ -243,6 +262,8 @@ def remove(path: str) -> None:
         else:
             os.unlink(path)
     if os.path.lexists(path):
+        import subprocess  # and with it `threading`, which makes each fork of a world's processes slower
+
         for command in (["chmod", "-R", "u+rwx", path], ["rm", "-rf", "--", path]):
             with contextlib.suppress(OSError):
                 subprocess.run(command, capture_output=True, env={"PATH": "/usr/bin:/bin"})

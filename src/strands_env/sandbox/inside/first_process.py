@@ -51,16 +51,26 @@ LAST_CAPABILITY = 63
 
 
 def start(
-    kind: type[FirstProcess], config: dict[str, Any], control: socket.socket, owner: int, files: list[int]
+    kind: type[FirstProcess],
+    config: dict[str, Any],
+    control: socket.socket,
+    owner: int,
+    layers: int,
+    starter: socket.socket,
 ) -> None:
     """Fork the first process of a world; the owner receives a descriptor of it, or why there is none."""
+    ours, theirs = socket.socketpair()
     try:
-        os.fchdir(files[0])  # the kernel finds the current folder again in new namespaces, but no other descriptor
-        shown = kind.prepare(config)
-        first = os.fork()
+        if not kernel.can_filter():
+            raise OSError("there is no system call filter for this processor")
+        os.fchdir(layers)  # the kernel finds the current folder again in new namespaces, but no other descriptor
+        first = kernel.fork_into(kind.namespaces(config))
         if first == 0:
             try:
-                process = kind(config, shown, control, owner)
+                for each in (ours, starter):
+                    each.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                process = kind(config, control, owner, theirs)
                 try:
                     process.serve()
                 finally:
@@ -69,42 +79,25 @@ def start(
                 send(control, {"refused": str(error)})
             finally:
                 os._exit(1)
+        theirs.close()
+        kind.admit(first, config, ours)
         send(control, {"process": True}, [os.pidfd_open(first)])
+        ours.send(b"+")
     except OSError as error:
         send(control, {"refused": str(error)})
-
-
-def _enter_namespaces(config: dict[str, Any]) -> None:
-    """Move to new namespaces, whose root this process can become."""
-    this = os.getpid()
-    go_reads, go_writes = os.pipe()
-    helper = os.fork()  # only a process outside of a user namespace may map users into it
-    if helper == 0:
-        try:
-            os.close(go_writes)
-            if os.read(go_reads, 1):
-                _map_users(this, config["users"])
-                if config["connector"] is not None:
-                    _connect(this, config["connector"], go_reads)
-                os._exit(0)
-        finally:
-            os._exit(1)
-    os.close(go_reads)
-    flags = kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWIPC | kernel.NEWUTS
-    if config["network"] != "host":
-        flags |= kernel.NEWNET
-    kernel.unshare(flags)
-    os.write(go_writes, b"+")  # which stays open as long as the first process lives
-    if os.waitpid(helper, 0)[1] != 0:
-        raise OSError(errno.EPERM, "the kernel maps no user into a user namespace, or slirp4netns makes no network")
+    finally:
+        ours.close()
+        theirs.close()
+        os.chdir("/")  # this process keeps no folder from being unmounted
 
 
 def _connect(pid: int, connector: str, until: int) -> None:
-    """Connect the network of a process to that of this one, until the other end of a pipe is closed."""
+    """Connect the network of a process to that of this one, until the other end of a socket is closed."""
     ready_reads, ready_writes = os.pipe()
     if os.fork() == 0:
         for file in (until, ready_writes):
             os.set_inheritable(file, True)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
             os.dup2(null, number)
@@ -113,7 +106,7 @@ def _connect(pid: int, connector: str, until: int) -> None:
         os.execv(connector, [connector, *options, *files, str(pid), "tap0"])
     os.close(ready_writes)
     if not os.read(ready_reads, 1):
-        raise OSError("it ended")
+        raise OSError(errno.EPERM, "slirp4netns makes no network")
 
 
 def _map_users(pid: int, users: list[int]) -> None:
@@ -142,16 +135,17 @@ class Running:
 class FirstProcess:
     """Serves the requests of a world's owner."""
 
-    def __init__(
-        self, config: dict[str, Any], shown: list[tuple[str, int]], control: socket.socket, owner: int
-    ) -> None:
-        """Enter the world."""
+    def __init__(self, config: dict[str, Any], control: socket.socket, owner: int, starter: socket.socket) -> None:
+        """Enter the world, when the other end of the socket `starter` says that its users are there."""
         self._config = config
         self._limits = config["limits"]
         self._control = control
         self._owner = owner
         os.umask(0o022)
-        upper, self._members = self._enter(shown)
+        self._starter = starter  # whose other end a network may have
+        if not starter.recv(1):
+            os._exit(1)
+        upper, self._members = self._enter()
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         self._disk = Disk(upper, self._limits["disk_bytes"])
         self._running: dict[int, Running] = {}
@@ -162,18 +156,25 @@ class FirstProcess:
         self._events.register(owner, select.POLLIN)
 
     @staticmethod
-    def prepare(config: dict[str, Any]) -> list[tuple[str, int]]:
-        """Enter namespaces as their root, for the next process; return what they show of the machine, opened."""
-        _enter_namespaces(config)
-        shown = file_system.open_shown(config["shown"])
-        if len(config["users"]) > 1:
+    def namespaces(config: dict[str, Any]) -> int:
+        """Return the kinds of namespaces that the process is forked into."""
+        kinds = kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWIPC | kernel.NEWUTS
+        return kinds if config["network"] == "host" else kinds | kernel.NEWNET
+
+    @staticmethod
+    def admit(pid: int, config: dict[str, Any], until: socket.socket) -> None:
+        """Give the process what only one outside of its namespaces may: users, and a network."""
+        _map_users(pid, config["users"])
+        if config["connector"] is not None:
+            _connect(pid, config["connector"], until.fileno())
+
+    def _enter(self) -> tuple[int, Members]:
+        """Enter the root; return a descriptor of the world's own layer, and what finds its processes."""
+        shown = file_system.open_shown(self._config["shown"])
+        if len(self._config["users"]) > 1:
             os.setgroups([])
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
-        return shown
-
-    def _enter(self, shown: list[tuple[str, int]]) -> tuple[int, Members]:
-        """Enter the root; return a descriptor of the world's own layer, and what finds its processes."""
         socket.sethostname("world")
         if self._config["network"] != "host":
             _loopback_up()
@@ -356,6 +357,9 @@ class FirstProcess:
             signal.signal(number, signal.SIG_DFL)
         with contextlib.suppress(OSError):
             _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, the kernel ends this process first
+        if request["path"] is not None:
+            os.chdir(self._config["working_dir"])
+            _write_file(request)
         home = self._confine(request)
         watchers = len(self._running) + 2 if os.getuid() == 0 else 0  # the kernel counts them with root's programs
         limit_resources({**self._limits, "processes": self._limits["processes"] + watchers})
@@ -372,8 +376,7 @@ class FirstProcess:
         """Take away what the program must not have, and become its user; return its home folder."""
         user = find_user(request["user"])
         is_only_user = len(self._config["users"]) == 1
-        if kernel.can_filter():
-            kernel.filter_for_world(fake_owners=is_only_user)
+        kernel.filter_for_world(fake_owners=is_only_user)
         kept = CAPABILITIES if request["privileges"] else frozenset()
         for capability in range(LAST_CAPABILITY + 1):
             if capability not in kept:

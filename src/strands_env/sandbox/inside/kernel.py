@@ -14,6 +14,7 @@ import ctypes
 import errno
 import os
 import platform
+import signal
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MNT_DETACH = 2
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 4, 22, 36, 38
 PR_CAPBSET_DROP = 24
 PR_SET_VMA = 0x53564D41
 _MOUNT_SETATTR, _HERE, _RECURSIVE = 442, -100, 0x8000
@@ -41,9 +42,12 @@ def _checked(result: int, what: str) -> None:
         raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
-def unshare(flags: int) -> None:
-    """Move this process to new namespaces of the kinds in `flags`."""
-    _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
+def fork_into(namespaces: int) -> int:
+    """Fork this process, which has a single thread, into new namespaces; return 0 in the child, else its id."""
+    number = _MACHINES[platform.machine()].clone
+    child = int(_libc.syscall(number, ctypes.c_ulong(namespaces | signal.SIGCHLD), None, None, None, None))
+    _checked(min(child, 0), "clone")
+    return child
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:

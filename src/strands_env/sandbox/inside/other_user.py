@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import stat
 from typing import Any
 
@@ -21,16 +22,18 @@ class OtherUser(FirstProcess):
     """Serves the requests of a world's owner, without namespaces."""
 
     @staticmethod
-    def prepare(config: dict[str, Any]) -> list[tuple[str, int]]:
-        """Enter nothing."""
-        return []
+    def namespaces(config: dict[str, Any]) -> int:
+        """Return none."""
+        return 0
 
-    def _enter(self, shown: list[tuple[str, int]]) -> tuple[int, Members]:
+    @staticmethod
+    def admit(pid: int, config: dict[str, Any], until: socket.socket) -> None:
+        """Give nothing."""
+
+    def _enter(self) -> tuple[int, Members]:
         config = self._config
         if len(config["users"]) == 1:
             raise OSError("there is no spare user")
-        if not kernel.can_filter():
-            raise OSError("there is no system call filter for this processor")
         if kernel.landlock_version() < 1:
             raise OSError("the kernel has no Landlock")
         first, count = config["users"]

@@ -1,8 +1,9 @@
 """Starts worlds: a small process that each owner starts once, and that forks the first process of each world.
 
-To fork a running Python takes a few milliseconds, to start one fifty. The owner sends a configuration and one end of
-the world's control socket; the rest is between the owner and the world. This process ends with its owner: when the
-socket closes, or when the owner's process is gone, however it ended.
+To fork a running Python takes a few milliseconds, to start one fifty. A fork goes directly into its namespaces, and
+this process, which stays outside, gives it its users there. The owner sends a configuration and one end of the world's
+control socket; the rest is between the owner and the world. This process ends with its owner: when the socket closes,
+or when the owner's process is gone, however it ended.
 """
 
 from __future__ import annotations
@@ -39,13 +40,11 @@ def main() -> NoReturn:
         config, files = receive(control)
         if config is None:
             break
-        if os.fork() == 0:
-            control.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            try:
-                start(KINDS[config["mode"]], config, socket.socket(fileno=files[0]), owner, files[1:])
-            finally:
-                os._exit(1)
-        for file in files:
-            os.close(file)
+        is_slow = config["connector"] is not None  # other worlds do not wait for its network
+        with socket.socket(fileno=files[0]) as world:
+            if not is_slow or os.fork() == 0:
+                start(KINDS[config["mode"]], config, world, owner, files[1], control)
+                if is_slow:
+                    os._exit(0)
+        os.close(files[1])
     os._exit(0)
