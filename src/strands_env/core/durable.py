@@ -27,9 +27,16 @@ from strands.types.session import decode_bytes_values, encode_bytes_values
 from strands.types.tools import AgentTool, ToolResult, ToolUse
 from typing_extensions import override
 
-from strands_sglang import EpisodeInterruptedError, JournalError, TerminationReason, ToolLimiter, Trajectory
-from strands_sglang.trajectory.journal import Entry, Journal, TurnWriter, as_unseen
-from strands_sglang.trajectory.turn import TurnStatus
+from strands_sglang import (
+    EpisodeInterruptedError,
+    Journal,
+    JournalError,
+    TerminationReason,
+    ToolLimiter,
+    Trajectory,
+    TurnStatus,
+)
+from strands_sglang.trajectory.journal import Entry, TurnWriter, as_unseen
 
 from .supervision import invoke
 from .tools import ContainedTool

@@ -46,6 +46,7 @@ from typing_extensions import override
 
 from strands_sglang import (
     OUTCOMES,
+    Journal,
     JournalError,
     RewardRule,
     SGLangModel,
@@ -54,7 +55,6 @@ from strands_sglang import (
     Trajectory,
     termination_reason,
 )
-from strands_sglang.trajectory.journal import Journal
 
 from .durable import Checkpoint, Effect, ForkPoints, Recorder, checkpoint, effect_of, tool_uses
 from .identity import Identified, describe

@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_serializer
 from typing_extensions import Self
 
-from strands_sglang import TerminationReason, TokenManager, Trajectory
+from strands_sglang import Journal, TerminationReason, TokenManager, Trajectory
 from strands_sglang.credit import Episode
-from strands_sglang.trajectory.journal import Journal
 
 from .identity import Identified
 
