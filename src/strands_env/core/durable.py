@@ -442,7 +442,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         turns[unseen - begin] = as_unseen(entries[unseen])
     point.trajectory = Trajectory.of_entries(turns)
     for turn in point.trajectory.turns:
-        if turn.status is TurnStatus.CUT and not turn.is_whole and not turn.constrained:
+        if turn.status is TurnStatus.CUT and (turn.is_whole or not turn.constrained):
             point.trajectory.resume(turn)
     if point.state is not None:
         point.repeated = repeated

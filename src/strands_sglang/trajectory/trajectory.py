@@ -389,7 +389,7 @@ class Trajectory:
             ValueError: It is not a cut turn, or a grammar constrained it: a grammar begins at the first token.
         """
         with self._lock:
-            if turn.status is not TurnStatus.CUT or turn.constrained:
+            if turn.status is not TurnStatus.CUT or (turn.constrained and not turn.is_whole):
                 raise ValueError(f"only a cut turn without a grammar can be resumed, not {turn!r}")
             if not turn.waits_to_go_on:
                 turn.resumes = turn.generation

@@ -1,5 +1,6 @@
 """Journals, resumes and forks of episodes, on the scripted server."""
 
+import asyncio
 import json
 from contextlib import suppress
 
@@ -9,7 +10,9 @@ from strands import tool
 
 from strands_env.core import Action, Environment, TerminationReason, has_effect
 from strands_env.environments import WorldEnvironment
+from strands_env.eval import Evaluator
 from strands_sglang import Journal, JournalError, SGLangModel, Trajectory
+from strands_sglang.credit import training_rows
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import call
 from support.environments import Contains
@@ -238,3 +241,48 @@ async def test_a_world_continues_with_its_files_and_forks_them(chatml_tokenizer,
         assert facts_of(resumed) == facts_of(whole), count
     (forked,) = await environment(tmp_path / "forks").fork(whole, 2)
     assert facts_of(forked)[3] == facts_of(whole)[3]
+
+
+async def test_an_evaluation_started_again_continues_its_episodes(chatml_tokenizer, tmp_path):
+    tasks = [Action(message=f"Count {n}.", task_context={"id": f"t{n}", "ground_truth": "done"}) for n in range(3)]
+    effects, requests = [], []
+    stop_at = {"count": 7}
+
+    def answers(request):
+        requests.append(request)
+        if len(requests) == stop_at["count"]:
+            running.cancel()
+        return answer_by_position(request)
+
+    def evaluator():
+        def environment(action):
+            made, _ = counter(chatml_tokenizer, None, effects, answers)
+            return made
+
+        path = tmp_path / "results.jsonl"
+        return Evaluator(environment, 2, 3, output_path=path, keep_trajectories=True, journal=True)
+
+    running = asyncio.ensure_future(evaluator().run(tasks))
+    with suppress(asyncio.CancelledError):
+        await running
+    left = list((tmp_path / "results.journals").iterdir())
+    assert left
+    stop_at["count"] = None
+    results = await evaluator().run(tasks)
+
+    samples = [sample for group in results.values() for sample in group]
+    interrupted = [s for s in samples if s.step_result.termination_reason is TerminationReason.INTERRUPTED]
+    assert len(samples) == 6 and all(sample.reward == 1.0 for sample in samples if sample not in interrupted)
+    assert len(requests) <= 6 * len(SCRIPT) + len(left)  # only calls under way were made again
+    assert not list((tmp_path / "results.journals").iterdir())
+    for path in (tmp_path / "results.trajectories").iterdir():
+        assert len(Trajectory.load(path).sequences()) == 1
+
+
+async def test_a_step_of_the_trainer_deletes_the_journals_of_its_batch(chatml_tokenizer, tmp_path):
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    results = [await environment.step(ASK) for _ in range(2)]
+    rows = training_rows([result.episode("group") for result in results], baseline=None)
+    assert len(list(tmp_path.iterdir())) == 2
+    rows.acknowledge()
+    assert not list(tmp_path.iterdir())
