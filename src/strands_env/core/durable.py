@@ -36,7 +36,7 @@ from strands_sglang import (
     Trajectory,
     TurnStatus,
 )
-from strands_sglang.trajectory.journal import Entry, TurnWriter, as_unseen
+from strands_sglang.trajectory.journal import Entry, TurnWriter, as_unseen, read_entries
 
 from .supervision import invoke
 from .tools import ContainedTool
@@ -395,7 +395,8 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         TrajectoryFileError: The journal is damaged, or has an unknown version.
         OSError: It cannot be read.
     """
-    entries = journal.entries()
+    content = journal.content()
+    entries = [*read_entries(content, str(journal))]
     begin = max((at for at, entry in enumerate(entries) if entry.kind == "attempt"), default=None)
     if begin is None:
         raise JournalError(f"{journal}: no episode has begun in it")
@@ -406,7 +407,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         decode_bytes_values(begun["action"]),
         begun["environment"],
         begun["restart_only"],
-        journal.content()[: entries[end - 1].end],
+        content[: entries[end - 1].end],
     )
     effects: dict[str, Effect] = {}
     names: dict[str, str] = {}
@@ -457,17 +458,22 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
 
 
 def _position_before(entries: Sequence[Entry], begin: int, index: int, journal: Journal) -> int:
-    """Return the position of the entry of a turn before which an episode can continue."""
-    turns = {turn.index: turn for turn in Trajectory.of_entries(entries[begin:]).turns}
-    if index not in turns:
-        known = ", ".join(map(str, turns)) or "none"
+    """Return the position of the first entry of a turn, or of an attempt that failed before and asked the same."""
+    turns: dict[int, Mapping[str, Any]] = {}
+    states: dict[int, Any] = {}
+    for entry in entries[begin:]:
+        states |= {int(changed): state for changed, state in entry.data.get("changed", {}).items()}
+        if entry.kind == "turn":
+            turns[entry.data["turn"]["index"]] = entry.data["turn"]
+    kept = {known: turn for known, turn in turns.items() if states.get(known, ()) is not None}
+    if index not in kept:
+        known = ", ".join(map(str, kept)) or "none"
         raise JournalError(f"{journal}: there is no turn {index!r} to continue before; its turns: {known}")
-    turn = turns[index]
-    main = next(turn for turn in turns.values() if not turn.is_auxiliary)
-    if turn.is_auxiliary or turn.agent != main.agent:
+    turn = kept[index]
+    main = next(turn["agent"] for turn in kept.values() if not turn["is_auxiliary"])
+    if turn["is_auxiliary"] or turn["agent"] != main:
         raise JournalError(f"{journal}: turn {index} is a helper's or a sub-agent's; fork at one of the main agent")
-    if turn.status is TurnStatus.DISCARDED:
-        raise JournalError(f"{journal}: turn {index} was discarded: {turn.note}; fork at one that was kept")
-    key = turn.key.hex()  # an attempt that failed before asked the same
-    asked = (entry.kind == "turn" and entry.data["turn"]["key"] == key for entry in entries[begin:])
+    if states.get(index, [turn["status"]])[0] == TurnStatus.DISCARDED.value:
+        raise JournalError(f"{journal}: turn {index} was discarded; fork at one that was kept")
+    asked = (entry.kind == "turn" and entry.data["turn"]["key"] == turn["key"] for entry in entries[begin:])
     return begin + [*asked].index(True)

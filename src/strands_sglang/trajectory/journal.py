@@ -335,8 +335,7 @@ def turns_of(entries: Sequence[Entry]) -> tuple[list[Turn], dict[str, Any], dict
             new = {int(token_id): bytes.fromhex(piece) for token_id, piece in data["pieces"].items()}
             pieces.update(new)
             turns.pop(data["turn"]["index"], None)  # a part of the same answer
-            turn = decode_turn(data["turn"], entry.tensors, turns, pieces)
-            turns[turn.index] = turn
+            turns[data["turn"]["index"]] = decode_turn(data["turn"], entry.tensors, turns)
             facts["result_notices"].update(data["result_notices"])
             facts["tool_parse_errors"] = data.get("tool_parse_errors", facts["tool_parse_errors"])
             facts["id"] = data["id"]

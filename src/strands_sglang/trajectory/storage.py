@@ -161,16 +161,13 @@ def turn_content(
     return _describe_turn(turn, parent, None), tensors, {} if encoder is None else encoder.pieces(new)
 
 
-def decode_turn(
-    described: Mapping[str, Any], tensors: Mapping[str, Any], turns: Mapping[int, Turn], pieces: Mapping[int, bytes]
-) -> Turn:
+def decode_turn(described: Mapping[str, Any], tensors: Mapping[str, Any], turns: Mapping[int, Turn]) -> Turn:
     """Return the turn of which `turn_content` returned the description and the tensors.
 
     Args:
         described: The description.
         tensors: The tensors.
         turns: The earlier turns, by what names a parent.
-        pieces: The text of its ids.
 
     Raises:
         TrajectoryFileError: It is no turn, or not one of these.
@@ -178,8 +175,6 @@ def decode_turn(
     reader = _Reader(tensors)
     turn = reader.turn(described, 0, turns)
     reader.check_end()
-    if turn.text is None and turn.generation is not None and pieces:
-        turn.text = b"".join(pieces.get(token_id, b"") for token_id in turn.output_ids).decode(errors="replace")
     return turn
 
 
