@@ -12,6 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -28,8 +29,9 @@ from strands.types.tools import AgentTool, ToolResult, ToolUse
 from typing_extensions import override
 
 from strands_sglang import EpisodeInterruptedError, JournalError, TerminationReason, ToolLimiter, Trajectory
+from strands_sglang.reasons import Reason
 from strands_sglang.trajectory.journal import Entry, Journal, TurnWriter, as_unseen
-from strands_sglang.trajectory.turn import TurnStatus
+from strands_sglang.trajectory.turn import Turn, TurnStatus
 
 from .supervision import invoke
 from .tools import ContainedTool
@@ -60,6 +62,9 @@ _MAY_CONTINUE = (
 """Outcomes after which an episode can be resumed: nothing but the machines ended it."""
 
 T = TypeVar("T")
+
+_call: ContextVar[str | None] = ContextVar("tool_call", default=None)
+"""The main agent's tool call that the running code belongs to."""
 
 
 def has_effect(effect: Effect) -> Callable[[T], T]:
@@ -111,7 +116,7 @@ class Recorder(HookProvider):
         self.trajectory: Trajectory | None = None
         self._environment = environment
         self._began = time.monotonic()
-        self._turns = TurnWriter(self._write)
+        self._turns = TurnWriter(self._write_turn)
         self._messages: list[Message] = []  # as written
         self._agent: Any = None  # its own state, as written
         self._running: set[str] = set()
@@ -132,7 +137,7 @@ class Recorder(HookProvider):
         """
         environment = self._environment
         self._began = time.monotonic()
-        self._turns = TurnWriter(self._write)
+        self._turns = TurnWriter(self._write_turn)
         self._messages, self._agent = [], None
         self._write("writer", {"host": platform.node(), "process": os.getpid()}, {})
         if point is not None:
@@ -192,6 +197,9 @@ class Recorder(HookProvider):
             data = {**data, "changed": self._turns.changed(self.trajectory.turns)}
         self._write(kind, data, tensors or {})
 
+    def _write_turn(self, kind: str, data: Any, tensors: Mapping[str, Any]) -> None:
+        self._write(kind, {**data, "call": _call.get()}, tensors)
+
     def _write(self, kind: str, data: Any, tensors: Mapping[str, Any]) -> None:
         if self._is_lost:
             return
@@ -239,6 +247,7 @@ class Recorder(HookProvider):
         use, tool = event.tool_use, event.selected_tool
         effect = self._environment.tool_effect(tool.tool if isinstance(tool, ContainedTool) else tool)
         self._running.add(use["toolUseId"])
+        _call.set(use["toolUseId"])
         self._changing += effect != "pure"
         self.write("tool", {"call": use["toolUseId"], "name": use["name"], "effect": effect})
 
@@ -287,6 +296,7 @@ class Checkpoint:
         state: The environment's own state.
         results: Results of the calls of the last message that have ended, by toolUseId.
         repeated: Ids of the calls that have ended since the state was kept, and that changed it.
+        asked_again: Answers to sub-agents in calls that had not ended: the calls run again, and ask again.
         interrupted: Why it cannot continue although its environment can; None if it can.
         result: The result of the episode, if it has ended.
     """
@@ -303,13 +313,12 @@ class Checkpoint:
     state: Any = None
     results: dict[str, ToolResult] = field(default_factory=dict)
     repeated: list[str] = field(default_factory=list)
+    asked_again: list[Turn] = field(default_factory=list)
     interrupted: str | None = None
     result: dict[str, Any] | None = None
 
-    async def restore(self, agent: Agent, limiter: ToolLimiter, known: int) -> None:
+    def restore(self, agent: Agent, limiter: ToolLimiter, known: int) -> None:
         """Give a new agent the messages, its own state and the counts of the episode's agent.
-
-        Calls that have changed the environment's state since it was kept run again; their recorded results stay.
 
         Args:
             agent: The new agent.
@@ -321,6 +330,8 @@ class Checkpoint:
         """
         if self.interrupted is not None:
             raise EpisodeInterruptedError(self.interrupted)
+        for turn in self.asked_again:
+            turn.status, turn.fate = TurnStatus.DISCARDED, Reason("run_again")
         if not self.messages:
             return
         agent.messages[:] = self.messages
@@ -341,6 +352,13 @@ class Checkpoint:
         # Strands counts a cycle again that begins with the tools.
         agent.event_loop_metrics.cycle_count = len(answers) - bool(tool_uses(self.messages))
         limiter.count(new)
+
+    async def repeat_calls(self, agent: Agent) -> None:
+        """Run the calls again that have changed the environment's state since it was kept; their results stay.
+
+        Args:
+            agent: The new agent.
+        """
         if self.state is not None:
             uses = [use for message in self.messages for use in tool_uses([message])]
             for use in uses:
@@ -395,7 +413,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     if index is not None:
         entries = entries[: _position_before(entries, attempts[-1], index, journal)]
     begun = entries[attempts[-1]].data
-    trajectory = _trajectory(entries[attempts[-1] :])
+    trajectory, main = _trajectory(entries[attempts[-1] :])
     point = Checkpoint(
         begun["attempt"],
         decode_bytes_values(begun["action"]),
@@ -405,6 +423,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         trajectory,
     )
     effects: dict[str, Mapping[str, Any]] = {}
+    callers: dict[int, str | None] = {}
     open_calls: dict[str, Mapping[str, Any]] = {}
     for entry in entries[attempts[-1] :]:
         data = entry.data
@@ -412,6 +431,8 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             point.messages[data["at"] :] = decode_bytes_values(data["messages"])
             point.agent = data.get("agent", point.agent)
             point.seconds = data["seconds"]
+        elif entry.kind == "turn":
+            callers[data["turn"]["index"]] = data["call"]
         elif entry.kind == "tool":
             effects[data["call"]] = open_calls[data["call"]] = data
         elif entry.kind == "result":
@@ -426,6 +447,9 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             point.repeated.clear()
     if point.result is not None:
         return point
+    inside = [turn for turn in trajectory.turns if turn.agent != main and callers.get(turn.index) in open_calls]
+    # One that was cut may still continue, unless what precedes it is asked again.
+    point.asked_again = [turn for turn in inside if turn.is_answered and (turn.is_whole or turn.parent is not None)]
     for use_id, call in open_calls.items():
         if call["effect"] == "once":
             point.interrupted = (
@@ -441,10 +465,11 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     return point
 
 
-def _trajectory(entries: Sequence[Entry]) -> Trajectory:
-    """Return the turns of an attempt, so that its next calls continue from what is sampled."""
+def _trajectory(entries: Sequence[Entry]) -> tuple[Trajectory, str | None]:
+    """Return the turns of an attempt, so that its next calls continue from what is sampled, and the main agent's id."""
     entries = list(entries)
-    main = next((entry.data["turn"]["agent"] for entry in entries if entry.kind == "turn"), None)
+    recorded = Trajectory.of_entries(entries).turns
+    main = next((turn.agent for turn in recorded if not turn.is_auxiliary), None)
     parse_errors: Mapping[str, int] = {}
     unseen = None
     for position, entry in enumerate(entries):
@@ -462,7 +487,7 @@ def _trajectory(entries: Sequence[Entry]) -> Trajectory:
     for turn in trajectory.turns:
         if turn.status is TurnStatus.CUT and not turn.is_whole and not turn.constrained:
             trajectory.resume(turn)
-    return trajectory
+    return trajectory, main
 
 
 def _has_answer(entry: Entry) -> bool:

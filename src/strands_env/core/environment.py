@@ -723,7 +723,9 @@ class Environment(Identified):
             episode.agent = await run_in_thread(make_agent) if episode.has_providers else make_agent()
             if point is not None:
                 known = len(episode.conversation.history)
-                await point.restore(episode.agent, episode.hooks.limiter, known)
+                point.restore(episode.agent, episode.hooks.limiter, known)
+                with new_trajectory(model):  # the turns of sub-agents are recorded
+                    await point.repeat_calls(episode.agent)
             return await self._invoke(episode)
 
     async def _invoke(self, episode: _Running) -> AgentResult:
