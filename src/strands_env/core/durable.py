@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from strands_sglang import EpisodeInterruptedError, JournalError, TerminationReason, ToolLimiter, Trajectory
 from strands_sglang.reasons import Reason
+from strands_sglang.trajectory.episodes import continue_as, known_agent
 from strands_sglang.trajectory.journal import Entry, Journal, TurnWriter, as_unseen
 from strands_sglang.trajectory.turn import Turn, TurnStatus
 
@@ -292,6 +293,7 @@ class Checkpoint:
         trajectory: The turns up to there.
         messages: The agent's messages.
         agent: The agent's own state, as in Strands' snapshots.
+        agent_id: Its id in the trajectory; None if it has not asked.
         seconds: Seconds that the episode has taken.
         state: The environment's own state.
         results: Results of the calls of the last message that have ended, by toolUseId.
@@ -309,6 +311,7 @@ class Checkpoint:
     trajectory: Trajectory
     messages: list[Message] = field(default_factory=list)
     agent: dict[str, Any] | None = None
+    agent_id: str | None = None
     seconds: float = 0.0
     state: Any = None
     results: dict[str, ToolResult] = field(default_factory=dict)
@@ -330,6 +333,8 @@ class Checkpoint:
         """
         if self.interrupted is not None:
             raise EpisodeInterruptedError(self.interrupted)
+        if self.agent_id is not None:
+            continue_as(known_agent(agent), self.agent_id)
         for turn in self.asked_again:
             turn.status, turn.fate = TurnStatus.DISCARDED, Reason("run_again")
         if not self.messages:
@@ -421,6 +426,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         begun["restart_only"],
         journal.content()[: entries[-1].end],
         trajectory,
+        agent_id=main,
     )
     effects: dict[str, Mapping[str, Any]] = {}
     callers: dict[int, str | None] = {}
