@@ -7,6 +7,7 @@ are known. What a tool says of itself decides whether a call without a recorded 
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import platform
@@ -22,7 +23,13 @@ from pydantic_core import to_jsonable_python
 from strands import Agent, Snapshot
 from strands.agent import AgentResult
 from strands.hooks import HookOrder, HookProvider, HookRegistry
-from strands.hooks.events import AfterToolCallEvent, BeforeModelCallEvent, BeforeToolCallEvent, MessageAddedEvent
+from strands.hooks.events import (
+    AfterInvocationEvent,
+    AfterToolCallEvent,
+    BeforeModelCallEvent,
+    BeforeToolCallEvent,
+    MessageAddedEvent,
+)
 from strands.types.content import Message
 from strands.types.session import decode_bytes_values, encode_bytes_values
 from strands.types.tools import AgentTool, ToolResult, ToolUse
@@ -143,7 +150,7 @@ class Recorder(HookProvider):
         self._write("writer", {"host": platform.node(), "process": os.getpid()}, {})
         if point is not None:
             self._began -= point.seconds
-            self._messages, self._agent = list(point.messages), point.agent
+            self._messages, self._agent = copy.deepcopy(point.messages), point.agent
             self._turns.go_on(point.trajectory)
             return
         if environment.restart_only is not None:
@@ -219,6 +226,7 @@ class Recorder(HookProvider):
         """Register after the hooks that decide about calls."""
         registry.add_callback(BeforeModelCallEvent, self._keep_messages, order=HookOrder.SDK_LAST)
         registry.add_callback(MessageAddedEvent, self._keep_messages)
+        registry.add_callback(AfterInvocationEvent, self._keep_messages, order=HookOrder.SDK_LAST)
         registry.add_callback(BeforeToolCallEvent, self._before_tool, order=HookOrder.SDK_LAST)
         registry.add_callback(AfterToolCallEvent, self._after_tool, order=HookOrder.SDK_FIRST)
 
@@ -226,9 +234,9 @@ class Recorder(HookProvider):
         """Write the messages that are new, or that differ from the written ones."""
         messages, known = event.agent.messages, self._messages
         same = len(known)
-        if len(messages) < same or any(old is not new for old, new in zip(known, messages, strict=False)):
+        if messages[:same] != known:  # a hook may have changed them in place
             pairs = zip(known, messages, strict=False)
-            same = next((at for at, (old, new) in enumerate(pairs) if old is not new), len(messages))
+            same = next((at for at, (old, new) in enumerate(pairs) if old != new), len(messages))
         if same == len(messages) == len(known):
             return
         agent = event.agent.take_snapshot(include=["state", "model_state"]).data
@@ -239,7 +247,7 @@ class Recorder(HookProvider):
         }
         if agent != self._agent:
             data["agent"] = self._agent = agent
-        self._messages = list(messages)
+        known[same:] = copy.deepcopy(messages[same:])
         self.write("messages", data)
 
     def _before_tool(self, event: BeforeToolCallEvent) -> None:
