@@ -561,7 +561,9 @@ class Environment(Identified):
             raise
         if point.result is not None:
             journal.close()
-            return point.step_result()
+            result = point.step_result()
+            result.journal = journal
+            return result
         return await self._run(Action(**point.action), journal, point)
 
     def _checkpoint(self, journal: Journal, turn: int | None = None) -> Checkpoint:
