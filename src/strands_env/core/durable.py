@@ -243,6 +243,7 @@ class Recorder(HookProvider):
         data = {
             "at": same,
             "messages": encode_bytes_values(messages[same:]),
+            "is_added": isinstance(event, MessageAddedEvent),
             "seconds": round(time.monotonic() - self._began, 3),
         }
         if agent != self._agent:
@@ -300,6 +301,7 @@ class Checkpoint:
         content: The content of the journal up to there.
         trajectory: The turns up to there.
         messages: The agent's messages.
+        added: The messages as they were added; hooks may have changed or removed them since.
         agent: The agent's own state, as in Strands' snapshots.
         agent_id: Its id in the trajectory; None if it has not asked.
         seconds: Seconds that the episode has taken.
@@ -318,6 +320,7 @@ class Checkpoint:
     content: bytes
     trajectory: Trajectory
     messages: list[Message] = field(default_factory=list)
+    added: list[Message] = field(default_factory=list)
     agent: dict[str, Any] | None = None
     agent_id: str | None = None
     seconds: float = 0.0
@@ -328,13 +331,12 @@ class Checkpoint:
     interrupted: str | None = None
     result: dict[str, Any] | None = None
 
-    def restore(self, agent: Agent, limiter: ToolLimiter, known: int) -> None:
+    def restore(self, agent: Agent, limiter: ToolLimiter) -> None:
         """Give a new agent the messages, its own state and the counts of the episode's agent.
 
         Args:
             agent: The new agent.
             limiter: Its limiter.
-            known: Number of messages before the prompt.
 
         Raises:
             EpisodeInterruptedError: The episode cannot continue.
@@ -350,8 +352,7 @@ class Checkpoint:
         agent.messages[:] = self.messages
         if self.agent is not None:
             agent.load_snapshot(Snapshot("agent", "1.0", self.agent, {}))
-        new = self.messages[known:]
-        answers = [message for message in new if message["role"] == "assistant"]
+        answers = [message for message in self.added if message["role"] == "assistant"]
         for answer in answers:
             metadata: Any = answer.get("metadata")
             if metadata is None:  # Strands wrote it
@@ -364,7 +365,7 @@ class Checkpoint:
                 total.update({name: total.get(name, 0) + count for name, count in added.items()})
         # Strands counts a cycle again that begins with the tools.
         agent.event_loop_metrics.cycle_count = len(answers) - bool(tool_uses(self.messages))
-        limiter.count(new)
+        limiter.count(self.added)
 
     async def repeat_calls(self, agent: Agent) -> None:
         """Run the calls again that have changed the environment's state since it was kept; their results stay.
@@ -443,6 +444,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         data = entry.data
         if entry.kind == "messages":
             point.messages[data["at"] :] = decode_bytes_values(data["messages"])
+            point.added += point.messages[-1:] if data["is_added"] else []
             point.agent = data.get("agent", point.agent)
             point.seconds = data["seconds"]
         elif entry.kind == "turn":

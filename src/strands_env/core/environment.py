@@ -724,8 +724,7 @@ class Environment(Identified):
             # Tool providers connect while the agent is created, which may block.
             episode.agent = await run_in_thread(make_agent) if episode.has_providers else make_agent()
             if point is not None:
-                known = len(episode.conversation.history)
-                point.restore(episode.agent, episode.hooks.limiter, known)
+                point.restore(episode.agent, episode.hooks.limiter)
                 with new_trajectory(model):  # the turns of sub-agents are recorded
                     await point.repeat_calls(episode.agent)
             return await self._invoke(episode)
