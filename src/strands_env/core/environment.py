@@ -689,7 +689,7 @@ class Environment(Identified):
         recorder, point = episode.recorder, episode.point
         if point is not None and point.state is not None:
             await invoke(self.load_state, point.state)
-        elif point is None and recorder is not None:
+        elif recorder is not None:  # the process may have died before it was kept
             await recorder.keep_state()
         await take_turn()
         model: Any = await maybe_await(self.model_factory())
