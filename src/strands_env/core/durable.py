@@ -110,6 +110,10 @@ def effect_of(tool: AgentTool | None) -> Effect:
     return "idempotent" if getattr(hints, "idempotentHint", None) else "once"
 
 
+class NothingBegunError(JournalError):
+    """The process of a journal died before its episode began."""
+
+
 class Recorder(HookProvider):
     """Writes the journal of one episode, as a hook of its agent.
 
@@ -423,7 +427,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     entries = journal.entries()
     attempts = [position for position, entry in enumerate(entries) if entry.kind == "attempt"]
     if not attempts:
-        raise JournalError(f"{journal}: no episode has begun in it")
+        raise NothingBegunError(f"{journal}: no episode has begun in it")
     if index is not None:
         entries = entries[: _position_before(entries, attempts[-1], index, journal)]
     begun = entries[attempts[-1]].data
