@@ -43,6 +43,7 @@ SENTENCES: Mapping[str, str] = {
     "hook_retried": "a hook retried the call",
     "asked_without": "the agent asked again without it",
     "failed_after": "the call failed after it: {0}",
+    "run_again": "the process died inside the tool call that asked, which ran again",
     "ended_without": "the agent's invocation ended without it",
     "replaced": "message {position} ({0}) replaced it",
     "replaced_with": "message {position} (assistant) replaced it, with {0}",

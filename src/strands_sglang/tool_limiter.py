@@ -7,7 +7,7 @@ the history, so no sampled turn is cut and nothing unsampled is added.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,8 @@ from .exceptions import causes
 logger = logging.getLogger(__name__)
 
 OnLimit = Literal["raise", "stop"]
+
+_COUNTS = ("tool_iter_count", "tool_call_count", "message_count", "cancelled_tool_call_count")
 
 
 class LoopLimitReachedError(Exception):
@@ -161,36 +163,36 @@ class ToolLimiter(HookProvider):
         """Count a message, and end the loop if it reaches a limit."""
         if not self._invocations.get(event.agent):
             return
-        error = self.count([event.message])
+        self.message_count += 1
+        if event.message["role"] == "assistant":
+            ids = [block["toolUse"]["toolUseId"] for block in event.message["content"] if "toolUse" in block]
+            self.tool_iter_count += bool(ids)
+            self.tool_call_count += len(ids)
+            if self.max_parallel_tool_calls is not None:
+                self._excess_ids.update(ids[self.max_parallel_tool_calls :])
+            return
+        error = self._error(event.message)
         if error is None:
             return
+        self.limit_reached = error
         logger.debug("limit=<%s>, on_limit=<%s> | loop limit reached", error, self.on_limit)
         if self.on_limit == "raise":
             raise error
         event.agent.cancel()
 
-    def count(self, messages: Iterable[Message]) -> LoopLimitReachedError | None:
-        """Count messages without ending a loop, as for an agent that continues from them.
+    def counts(self) -> dict[str, Any]:
+        """Return the counts as data that JSON can hold, for `restore`."""
+        return {**{name: getattr(self, name) for name in _COUNTS}, "excess_ids": sorted(self._excess_ids)}
+
+    def restore(self, counts: Mapping[str, Any]) -> None:
+        """Count on from what another limiter has counted.
 
         Args:
-            messages: The messages, in order.
-
-        Returns:
-            The error of the limit that the last message reaches; None if it reaches none.
+            counts: What its `counts` returned.
         """
-        error: LoopLimitReachedError | None = None
-        for message in messages:
-            self.message_count += 1
-            if message["role"] != "assistant":
-                error = self.limit_reached = self._error(message)
-                continue
-            error = None
-            ids = [block["toolUse"]["toolUseId"] for block in message["content"] if "toolUse" in block]
-            self.tool_iter_count += bool(ids)
-            self.tool_call_count += len(ids)
-            if self.max_parallel_tool_calls is not None:
-                self._excess_ids.update(ids[self.max_parallel_tool_calls :])
-        return error
+        for name in _COUNTS:
+            setattr(self, name, counts[name])
+        self._excess_ids = {*counts["excess_ids"]}
 
     def _error(self, message: Message) -> LoopLimitReachedError | None:
         """Return the error of the limit that a user message reaches; None if it reaches none."""

@@ -7,19 +7,21 @@ are known. What a tool says of itself decides whether a call without a recorded 
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic_core import to_jsonable_python
 from strands import Agent, Snapshot
-from strands.agent import AgentResult
 from strands.hooks import HookOrder, HookProvider, HookRegistry
 from strands.hooks.events import AfterToolCallEvent, AgentInitializedEvent, BeforeToolCallEvent
 from strands.types.content import Message
@@ -31,12 +33,14 @@ from strands_sglang import (
     EpisodeInterruptedError,
     Journal,
     JournalError,
+    SGLangModel,
     TerminationReason,
     ToolLimiter,
     Trajectory,
+    Turn,
     TurnStatus,
 )
-from strands_sglang.trajectory.journal import Entry, TurnWriter, as_unseen, read_entries
+from strands_sglang.trajectory.journal import Entry, TurnWriter, as_unseen, discard_unfinished, in_words, read_entries
 
 from .supervision import invoke
 from .tools import ContainedTool
@@ -103,6 +107,14 @@ def effect_of(tool: AgentTool | None) -> Effect:
     return "idempotent" if getattr(hints, "idempotentHint", None) else "once"
 
 
+_call: ContextVar[str | None] = ContextVar("strands_env_call", default=None)
+"""The tool call that the running code is inside of, which may be over."""
+
+
+class NothingBegunError(JournalError):
+    """The process of a journal died before an episode had begun."""
+
+
 class Recorder(HookProvider):
     """Writes the journal of one episode, as a hook of its agent.
 
@@ -121,19 +133,21 @@ class Recorder(HookProvider):
         self._environment = environment
         self._is_lost = False
 
-    def begin(self, attempt: int, action: Action, point: Checkpoint | None) -> None:
+    def begin(self, attempt: int, action: Action, point: Checkpoint | None, limiter: ToolLimiter) -> None:
         """Begin an attempt at an episode, or continue one.
 
         Args:
             attempt: Its number.
             action: The task.
             point: Where it continues; None to begin.
+            limiter: The limiter of its agent.
 
         Raises:
             JournalError: Another one writes the journal, or it cannot be written and must be.
         """
         self._began = time.monotonic()
-        self._turns = TurnWriter(self._write)
+        self._turns = TurnWriter(self._write_turn)
+        self._limiter = limiter
         self._agent: Agent | None = None
         self._messages: list[Message] = []  # as written
         self._agent_state: Any = None  # as written
@@ -184,6 +198,9 @@ class Recorder(HookProvider):
             self.trajectory.on_record = None
         self.journal.close()
 
+    def _write_turn(self, kind: str, data: dict[str, Any], tensors: Mapping[str, Any]) -> None:
+        self._write(kind, {**data, "call": _call.get()}, tensors)
+
     def _write(self, kind: str, data: dict[str, Any], tensors: Mapping[str, Any]) -> None:
         """Write an entry, with the agent's new messages and what has changed of earlier turns.
 
@@ -208,16 +225,21 @@ class Recorder(HookProvider):
         messages, known = self._agent.messages, self._messages
         same = 0
         for old, new in zip(known, messages, strict=False):
-            if old is not new:
+            if old != new:  # a hook may change one in place
                 break
             same += 1
         if same == len(messages) == len(known):
             return {}
-        self._messages = list(messages)
+        known[same:] = copy.deepcopy(messages[same:])
+        metrics = self._agent.event_loop_metrics
         data = {
             "at": same,
-            "messages": encode_bytes_values(self._messages[same:]),
+            "messages": encode_bytes_values(known[same:]),
             "seconds": round(time.monotonic() - self._began, 3),
+            "limiter": self._limiter.counts(),
+            "cycles": metrics.cycle_count,
+            "usage": metrics.accumulated_usage,
+            "latency": metrics.accumulated_metrics,
         }
         state = self._agent.take_snapshot(include=["state", "model_state"]).data
         if state != self._agent_state:
@@ -240,6 +262,7 @@ class Recorder(HookProvider):
         if event.cancel_tool or event.selected_tool is None:
             return
         use, tool = event.tool_use, event.selected_tool
+        _call.set(use["toolUseId"])
         effect = self._environment.tool_effect(tool.tool if isinstance(tool, ContainedTool) else tool)
         if effect != "pure":
             self._running.add(use["toolUseId"])
@@ -290,10 +313,13 @@ class Checkpoint:
         trajectory: The turns up to there.
         messages: The agent's messages.
         agent: The agent's own state, as in Strands' snapshots.
+        agent_id: Its id in the trajectory; None if it has not asked.
         seconds: Seconds that the episode has taken.
+        counts: What the agent and its limiter have counted.
         state: The environment's own state.
         results: Results of the calls of the last message that have ended, by toolUseId.
         repeated: Ids of the calls that have ended since the state was kept, and that changed it.
+        asked_again: Answers to sub-agents in calls that had not ended: the calls run again, and ask again.
         interrupted: Why it cannot continue although its environment can; None if it can.
         result: The result of the episode, if it has ended.
     """
@@ -306,67 +332,54 @@ class Checkpoint:
     trajectory: Trajectory = field(default_factory=Trajectory)
     messages: list[Message] = field(default_factory=list)
     agent: dict[str, Any] | None = None
+    agent_id: str | None = None
     seconds: float = 0.0
+    counts: Mapping[str, Any] = field(default_factory=dict)
     state: Any = None
     results: dict[str, ToolResult] = field(default_factory=dict)
     repeated: list[str] = field(default_factory=list)
+    asked_again: list[Turn] = field(default_factory=list)
     interrupted: str | None = None
     result: dict[str, Any] | None = None
 
-    async def restore(self, agent: Agent, limiter: ToolLimiter, known: int) -> None:
+    def restore(self, agent: Agent, limiter: ToolLimiter) -> None:
         """Give a new agent the messages, its own state and the counts of the episode's agent.
-
-        Calls that have changed the environment's state since it was kept run again; their recorded results stay.
 
         Args:
             agent: The new agent.
             limiter: Its limiter.
-            known: Number of messages before the prompt.
 
         Raises:
             EpisodeInterruptedError: The episode cannot continue.
         """
         if self.interrupted is not None:
             raise EpisodeInterruptedError(self.interrupted)
+        if self.agent_id is not None and isinstance(agent.model, SGLangModel):
+            agent.model.continue_as(agent, self.agent_id)
+        discard_unfinished(self.asked_again)
         if not self.messages:
             return
         agent.messages[:] = self.messages
         if self.agent is not None:
             agent.load_snapshot(Snapshot("agent", "1.0", self.agent, {}))
-        new = self.messages[known:]
-        answers = [message for message in new if message["role"] == "assistant"]
-        for answer in answers:
-            metadata: Any = answer.get("metadata")
-            if metadata is None:  # Strands wrote it
-                continue
-            totals: Any = agent.event_loop_metrics
-            for total, added in (
-                (totals.accumulated_usage, metadata["usage"]),
-                (totals.accumulated_metrics, metadata["metrics"]),
-            ):
-                total.update({name: total.get(name, 0) + count for name, count in added.items()})
-        # Strands counts a cycle again that begins with the tools.
-        agent.event_loop_metrics.cycle_count = len(answers) - bool(tool_uses(self.messages))
-        limiter.count(new)
-        if self.state is not None:
-            uses = [use for message in self.messages for use in tool_uses([message])]
-            for use in uses:
-                if use["toolUseId"] in self.repeated:
-                    tool = agent.tool_registry.registry[use["name"]]
-                    async for _ in tool.stream(use, {"agent": agent}):
-                        pass
+        limiter.restore(self.counts["limiter"])
+        metrics: Any = agent.event_loop_metrics
+        metrics.cycle_count = self.counts["cycles"] - 1  # the cycle that was cut begins again
+        metrics.accumulated_usage.update(self.counts["usage"])
+        metrics.accumulated_metrics.update(self.counts["latency"])
 
-    def agent_result(self, agent: Agent, limiter: ToolLimiter) -> AgentResult:
-        """Return what an invocation of the agent that ended here would have returned."""
-        last = self.messages[-1]
-        stop_reason: Any = "end_turn"
-        if limiter.limit_reached is not None:
-            stop_reason = "cancelled"
-        elif last["role"] == "user":
-            stop_reason = "limit_turns"
-        elif (leaf := self.trajectory.main_leaf()) is not None and leaf.is_cut_short:
-            stop_reason = "max_tokens"
-        return AgentResult(stop_reason, last, agent.event_loop_metrics, {})
+    async def repeat_calls(self, agent: Agent) -> None:
+        """Run the calls again that have changed the environment's state since it was kept; their results stay.
+
+        Args:
+            agent: The new agent.
+        """
+        uses = chain.from_iterable(tool_uses([message]) for message in self.messages)
+        for use in uses:
+            if use["toolUseId"] in self.repeated:
+                tool = agent.tool_registry.registry[use["name"]]
+                async for _ in tool.stream(use, {"agent": agent}):
+                    pass
 
     def step_result(self) -> StepResult:
         """Return the result of an episode that has ended."""
@@ -399,7 +412,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     entries = [*read_entries(content, str(journal))]
     begin = max((at for at, entry in enumerate(entries) if entry.kind == "attempt"), default=None)
     if begin is None:
-        raise JournalError(f"{journal}: no episode has begun in it")
+        raise NothingBegunError(f"{journal}: no episode has begun in it")
     end = len(entries) if index is None else _position_before(entries, begin, index, journal)
     begun = entries[begin].data
     point = Checkpoint(
@@ -411,22 +424,26 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     )
     effects: dict[str, Effect] = {}
     names: dict[str, str] = {}
+    callers: dict[int, str] = {}
     repeated: list[str] = []
     unseen: int | None = None
-    main = None
     for at, entry in enumerate(entries[begin : end + 1], begin):
         data = entry.data
         if "messages" in data:  # written with the entry that followed them
             point.messages[data["at"] :] = decode_bytes_values(data["messages"])
             point.agent = data.get("agent", point.agent)
-            point.seconds = data["seconds"]
+            point.seconds, point.counts = data["seconds"], data
             if any(message["role"] == "assistant" for message in data["messages"]):
                 unseen = None
         if at == end:
             break
-        if entry.kind == "turn" and not data["turn"]["is_auxiliary"]:
-            main = main or data["turn"]["agent"]
-            if data["turn"]["agent"] == main and data["turn"]["status"] == TurnStatus.ANSWERED.value:
+        if entry.kind == "turn":
+            turn = data["turn"]
+            if not turn["is_auxiliary"]:
+                point.agent_id = point.agent_id or turn["agent"]
+            if turn["agent"] != point.agent_id:
+                callers[turn["index"]] = data["call"]
+            elif turn["status"] == TurnStatus.ANSWERED.value:
                 unseen = at
         elif entry.kind == "tool":
             effects[data["call"]], names[data["call"]] = data["effect"], data["name"]
@@ -447,6 +464,10 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             point.trajectory.resume(turn)
     if point.state is not None:
         point.repeated = repeated
+    ended = {*point.results, *chain.from_iterable(map(_results_in, point.messages))}
+    inside = [turn for turn in point.trajectory.turns if callers.get(turn.index, None) not in (None, *ended)]
+    # One that was cut may still continue, unless what precedes it is asked again.
+    point.asked_again = [turn for turn in inside if turn.is_answered and (turn.is_whole or turn.parent is not None)]
     for use_id, effect in effects.items():
         if effect == "once" and (use_id not in point.results or use_id in point.repeated):
             what = "its end" if use_id not in point.results else "the environment's state after it"
@@ -455,6 +476,10 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
                 "must not run twice"
             )
     return point
+
+
+def _results_in(message: Message) -> list[str]:
+    return [block["toolResult"]["toolUseId"] for block in message["content"] if "toolResult" in block]
 
 
 def _position_before(entries: Sequence[Entry], begin: int, index: int, journal: Journal) -> int:
@@ -473,7 +498,8 @@ def _position_before(entries: Sequence[Entry], begin: int, index: int, journal: 
     main = next(turn["agent"] for turn in kept.values() if not turn["is_auxiliary"])
     if turn["is_auxiliary"] or turn["agent"] != main:
         raise JournalError(f"{journal}: turn {index} is a helper's or a sub-agent's; fork at one of the main agent")
-    if states.get(index, [turn["status"]])[0] == TurnStatus.DISCARDED.value:
-        raise JournalError(f"{journal}: turn {index} was discarded; fork at one that was kept")
+    status, _, fate = states.get(index, [turn["status"], None, None])
+    if status == TurnStatus.DISCARDED.value:
+        raise JournalError(f"{journal}: turn {index} was discarded: {in_words(fate)}; fork at one that was kept")
     asked = (entry.kind == "turn" and entry.data["turn"]["key"] == turn["key"] for entry in entries[begin:])
     return begin + [*asked].index(True)

@@ -25,7 +25,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -56,7 +56,16 @@ from strands_sglang import (
     termination_reason,
 )
 
-from .durable import Checkpoint, Effect, ForkPoints, Recorder, checkpoint, effect_of, tool_uses
+from .durable import (
+    Checkpoint,
+    Effect,
+    ForkPoints,
+    NothingBegunError,
+    Recorder,
+    checkpoint,
+    effect_of,
+    tool_uses,
+)
 from .identity import Identified, describe
 from .supervision import (
     RECANCEL_AFTER,
@@ -504,7 +513,8 @@ class Environment(Identified):
         not happen twice. Of an episode that has ended, the recorded result is returned.
 
         Args:
-            journal: A journal, or a folder of them, which are resumed one after the other.
+            journal: A journal, or a folder of them, which are resumed one after the other. Those in which no episode
+                has begun are left out.
 
         Returns:
             The episodes, in the order of the files' names.
@@ -515,8 +525,13 @@ class Environment(Identified):
             TrajectoryFileError: The journal is damaged, or has an unknown version.
         """
         path = Path(journal)
-        files = sorted(path.glob("*.journal")) if path.is_dir() else [path]
-        return [await self._resume(Journal(file)) for file in files]
+        if not path.is_dir():
+            return [await self._resume(Journal(path))]
+        results = []
+        for file in sorted(path.glob("*.journal")):
+            with suppress(NothingBegunError):
+                results.append(await self._resume(Journal(file)))
+        return results
 
     async def fork(self, source: StepResult | str | Path, turn: int, k: int = 1) -> list[StepResult]:
         """Continue an episode k times from before one of its model calls, which each continuation makes again.
@@ -561,7 +576,9 @@ class Environment(Identified):
             raise
         if point.result is not None:
             journal.close()
-            return point.step_result()
+            result = point.step_result()
+            result.journal = journal
+            return result
         return await self._run(Action(**point.action), journal, point)
 
     def _checkpoint(self, journal: Journal, turn: int | None = None) -> Checkpoint:
@@ -651,7 +668,7 @@ class Environment(Identified):
         try:
             try:
                 if recorder is not None:
-                    recorder.begin(attempts, action, point)
+                    recorder.begin(attempts, action, point, episode.hooks.limiter)
                 end: Any = await supervisor.within(seconds, self._run_agent(episode), what="the episode")
             except BaseException as error:
                 end = _end_of(error, supervisor)
@@ -687,7 +704,7 @@ class Environment(Identified):
         recorder, point = episode.recorder, episode.point
         if point is not None and point.state is not None:
             await invoke(self.load_state, point.state)
-        elif point is None and recorder is not None:
+        elif recorder is not None:  # the process may have died before it was kept
             await recorder.keep_state()
         await take_turn()
         model: Any = await maybe_await(self.model_factory())
@@ -722,8 +739,9 @@ class Environment(Identified):
             # Tool providers connect while the agent is created, which may block.
             episode.agent = await run_in_thread(make_agent) if episode.has_providers else make_agent()
             if point is not None:
-                known = len(episode.conversation.history)
-                await point.restore(episode.agent, episode.hooks.limiter, known)
+                point.restore(episode.agent, episode.hooks.limiter)
+                with new_trajectory(model):  # the turns of sub-agents are recorded
+                    await point.repeat_calls(episode.agent)
             return await self._invoke(episode)
 
     async def _invoke(self, episode: _Running) -> AgentResult:
@@ -743,7 +761,8 @@ class Environment(Identified):
         if episode.point is not None and episode.point.messages:
             messages = None
             tools_first = bool(tool_uses(agent.messages))
-            result = None if tools_first else episode.point.agent_result(agent, episode.hooks.limiter)
+            if not tools_first:  # as if an invocation had ended between two turns
+                result = AgentResult("limit_turns", agent.messages[-1], agent.event_loop_metrics, {})
         while True:
             if result is not None:
                 if result.stop_reason in ("end_turn", "stop_sequence"):

@@ -13,6 +13,7 @@ from .records import Group, turns_of
 
 KINDS = {
     "trajectory": "a trajectory (.safetensors), or a folder of them",
+    "journal": "the journal of an episode (.journal), perhaps one that still runs, or a folder of them",
     "step": "a training step (a folder with rows.safetensors), or a run with its step folders",
     "evaluation": "the folder of an evaluation, or its results.jsonl",
     "openenv": "TrainingTraces of OpenEnv (.json, .jsonl)",
@@ -72,7 +73,9 @@ def _has_episodes(path: Path) -> bool:
     return path.is_file() or any(next(path.glob(pattern), None) for pattern in _PATTERNS)
 
 
-_PATTERNS = ("*.run.json", "*.safetensors", "*/rows.safetensors", "steps/*/rows.safetensors")
+_TRAJECTORIES = (".safetensors", ".journal")
+
+_PATTERNS = ("*.run.json", "*.safetensors", "*.journal", "*/rows.safetensors", "steps/*/rows.safetensors")
 """Files of folders with recorded episodes."""
 
 
@@ -112,10 +115,14 @@ def _read_folder(folder: Path) -> list[Group]:
         return list(chain.from_iterable(map(read_step, steps)))
     if (folder / "steps").is_dir():
         return _read_folder(folder / "steps")
-    files = [folder / name for name in names if name.endswith(".safetensors")]
+    files = [folder / name for name in names if name.endswith(_TRAJECTORIES)]
     if files:
         return [read_trajectory_file(file) for file in files]
-    held = "it is empty" if not names else "it has no rows.safetensors, step folder, *.run.json or *.safetensors"
+    held = (
+        "it is empty"
+        if not names
+        else "it has no rows.safetensors, step folder, *.run.json, *.safetensors or *.journal"
+    )
     raise UnreadableError(f"{folder}: no recorded episodes: {held}")
 
 
@@ -129,7 +136,7 @@ def _read_file(path: Path) -> list[Group]:
     if path.name == ROWS:
         return read_step(path.parent)
     readers: dict[str, Callable[[Path], Any]] = {
-        ".safetensors": lambda file: [read_trajectory_file(file)],
+        **dict.fromkeys(_TRAJECTORIES, lambda file: [read_trajectory_file(file)]),
         ".pt": read_dump,
         ".json": read_imported,
         ".jsonl": read_imported,

@@ -53,6 +53,7 @@ from ..trajectory import Caller
 from ..trajectory.episodes import (
     RunningEpisodes,
     begin_call,
+    continue_as,
     cycle_of,
     end_call,
     keep_written_names,
@@ -386,6 +387,15 @@ class SGLangModel(Model):
         auxiliary: `token_manager` skips them, and `trajectory.sequences(auxiliary=True)` includes them.
         """
         return AuxiliaryModel(self)
+
+    def continue_as(self, agent: Any, id: str) -> None:
+        """Record the calls of an agent as those of an agent of the trajectory, which it continues.
+
+        Args:
+            agent: A Strands agent with the model's hooks, before its first call.
+            id: The `Turn.agent` of the other one's calls.
+        """
+        continue_as(agent, id)
 
     @property
     def hooks(self) -> RecordingHooks:

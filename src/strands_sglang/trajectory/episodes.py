@@ -150,6 +150,18 @@ def known_agent(agent: Any) -> KnownAgent:
     return _known.setdefault(agent, KnownAgent())
 
 
+def continue_as(agent: Any, id: str) -> None:
+    """Note that a Strands agent continues what another one has begun, under its id.
+
+    Args:
+        agent: The agent, before its first call.
+        id: The id of the other one.
+    """
+    known = known_agent(agent)
+    known.id = id
+    _holders[id] = known
+
+
 def begin_call(agent: KnownAgent, invocation_state: Any) -> None:
     """Note that an agent's model call begins; requests inside it are the agent's."""
     call = AgentCall(agent, invocation_state, _asking.get())
@@ -261,6 +273,7 @@ class RunningEpisodes:
     def adopt(self, agent: KnownAgent) -> None:
         """Note that an agent is created here."""
         agent.episode = self._of_context()
+        agent.trajectory = ref(self.current)  # one that continues may have calls without a result
 
     def expect(self, agent: KnownAgent) -> None:
         """Note that an agent is about to ask, so that earlier requests on its behalf count as a helper's."""

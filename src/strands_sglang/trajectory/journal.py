@@ -20,7 +20,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -305,6 +305,17 @@ def as_unseen(entry: Entry) -> Entry:
     }
     data = {name: entry.data[name] for name in ("pieces", "changed", "id")}
     return entry._replace(data={**data, "turn": unseen, "result_notices": {}})
+
+
+def discard_unfinished(turns: Iterable[Turn]) -> None:
+    """Discard answers inside a tool call that had not ended: it runs again, and asks again."""
+    for turn in turns:
+        turn.status, turn.fate = TurnStatus.DISCARDED, Reason("run_again")
+
+
+def in_words(reason: Any) -> str:
+    """Return a reason of a journal as a sentence."""
+    return str(read_reason(reason))
 
 
 def _state(turn: Turn) -> tuple[TurnStatus, bool | None, Reason | None]:

@@ -2,19 +2,24 @@
 
 import asyncio
 import json
-from contextlib import suppress
+import os
+import resource
+from contextlib import contextmanager, suppress
 
 import pytest
 from safetensors.numpy import load
 from strands import tool
+from strands.hooks import HookProvider
+from strands.hooks.events import AfterModelCallEvent, BeforeModelCallEvent
 
 from strands_env.core import Action, Environment, TerminationReason, has_effect
 from strands_env.environments import WorldEnvironment
 from strands_env.eval import Evaluator
 from strands_sglang import Journal, JournalError, SGLangModel, Trajectory
 from strands_sglang.credit import training_rows
-from strands_sglang.testing import ScriptedSGLang
-from support.agents import call
+from strands_sglang.testing import ScriptedFault, ScriptedSGLang
+from strands_sglang.trajectory.journal import JournalInUseError
+from support.agents import Gate, build_chatml_tokenizer, call
 from support.environments import Contains
 from support.worlds import needs_worlds
 
@@ -185,11 +190,10 @@ async def test_an_episode_killed_at_any_write_ends_as_an_uninterrupted_one(chatm
         before = list(effects)
         dying["left"] = None
         environment, _ = counter(chatml_tokenizer, folder, effects, **settings)
-        try:
-            (resumed,) = await environment.resume(folder)
-        except JournalError:
-            assert count == 1  # before the episode had begun
+        if count == 1:  # before the episode had begun
+            assert await environment.resume(folder) == []
             continue
+        (resumed,) = await environment.resume(folder)
         assert sorted(set(effects)) == sorted(effects), count
         if resumed.termination_reason is TerminationReason.INTERRUPTED:
             interrupted += 1
@@ -286,3 +290,238 @@ async def test_a_step_of_the_trainer_deletes_the_journals_of_its_batch(chatml_to
     assert len(list(tmp_path.iterdir())) == 2
     rows.acknowledge()
     assert not list(tmp_path.iterdir())
+
+
+# --- what cannot continue, and why ---
+
+
+async def killed_at(write, folder, tokenizer, dying, effects=None, **settings):
+    """Kill an episode at a write; return the path of its journal."""
+    dying["left"] = write
+    environment, _ = counter(tokenizer, folder, effects, **settings)
+    with suppress(Killed):
+        await environment.step(ASK)
+    dying["left"] = None
+    (path,) = folder.glob("*.journal")
+    return path
+
+
+async def test_a_journal_of_another_environment_names_what_differs(chatml_tokenizer, tmp_path, dying):
+    path = await killed_at(7, tmp_path, chatml_tokenizer, dying)
+    content = path.read_bytes()
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    environment.identity = lambda: {"class": "Other"}
+    for use in (environment.resume(path), environment.fork(path, 0)):
+        with pytest.raises(JournalError, match=r"of another environment: its class is 'Counter', and here 'Other'"):
+            await use
+    assert path.read_bytes() == content
+
+
+async def test_an_environment_that_cannot_keep_its_state_can_only_start_again(chatml_tokenizer, tmp_path, dying):
+    class Restarted(Counter):
+        restart_only = "Restarted holds a socket"
+
+    path = await killed_at(7, tmp_path, chatml_tokenizer, dying)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=ScriptedSGLang(chatml_tokenizer, ["4"]).client())
+    environment = Restarted(lambda: model, journal=tmp_path)
+    for use in (environment.resume(path), environment.fork(path, 0)):
+        with pytest.raises(JournalError, match="the episode can only start again: Restarted holds a socket"):
+            await use
+
+
+async def test_another_tokenizer_is_refused_and_the_right_one_continues(chatml_tokenizer, tmp_path, dying):
+    whole, _ = counter(chatml_tokenizer, tmp_path / "whole")
+    whole = await whole.step(ASK)
+    path = await killed_at(9, tmp_path / "killed", chatml_tokenizer, dying)
+    other = build_chatml_tokenizer(with_marks=False)
+    environment, scripted = counter(other, tmp_path)
+    (result,) = await environment.resume(path)
+    assert "recorded with another vocabulary" in result.error and not scripted.requests
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    (resumed,) = await environment.resume(path)
+    assert facts_of(resumed) == facts_of(whole)
+
+
+class RetryOnce(HookProvider):
+    """Throws the first answer away."""
+
+    def register_hooks(self, registry, **kwargs):
+        registry.add_callback(AfterModelCallEvent, self.retry)
+        self.is_done = False
+
+    def retry(self, event):
+        event.retry, self.is_done = not self.is_done, True
+
+
+async def test_a_fork_says_which_turns_it_cannot_continue_before(chatml_tokenizer, tmp_path):
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    environment.get_hooks = lambda: [RetryOnce()]
+    result = await environment.step(ASK)
+    with pytest.raises(JournalError, match="turn 0 was discarded: a hook retried the call; fork at one that was kept"):
+        await environment.fork(result, 0)
+    with pytest.raises(JournalError, match="there is no turn 77 to continue before; its turns: 0, 1, 2, 3, 4, 5"):
+        await environment.fork(result, 77)
+    with pytest.raises(JournalError, match="there is no turn -1"):
+        await environment.fork(result, -1)
+    result.journal = None
+    with pytest.raises(JournalError, match="has no journal to fork"):
+        await environment.fork(result, 0)
+
+
+async def test_a_second_resume_is_told_who_runs_the_episode(chatml_tokenizer, tmp_path, dying):
+    path = await killed_at(7, tmp_path, chatml_tokenizer, dying)
+    running = Journal(path)
+    running.open()
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    with pytest.raises(JournalInUseError, match=rf"the journal is written by .*, process {os.getpid()}"):
+        await environment.resume(path)
+    running.close()
+    (result,) = await environment.resume(path)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+
+
+@contextmanager
+def largest_file(size):
+    """Let no file of this process grow beyond a size, as if the disk were full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_an_episode_continues_on_a_full_disk_and_says_once_that_it_is_not_protected(
+    chatml_tokenizer, tmp_path, caplog
+):
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    with largest_file(4000):
+        result = await environment.step(ASK)
+    assert (result.termination_reason, result.reward.reward) == (TerminationReason.TASK_COMPLETE, 1.0)
+    said = [record.message for record in caplog.records if "not protected" in record.message]
+    assert len(said) == 1 and "the journal cannot be written" in said[0]
+    assert Journal(result.journal.path).entries()  # whole ones
+
+
+async def test_an_episode_that_must_be_protected_ends_on_a_full_disk(chatml_tokenizer, tmp_path):
+    for size in (10, 4000):
+        environment, _ = counter(chatml_tokenizer, tmp_path / str(size), journal_required=True)
+        with largest_file(size):
+            result = await environment.step(ASK)
+        assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
+        assert result.reward is None and "the episode cannot be protected" in result.error
+    environment, _ = counter(chatml_tokenizer, tmp_path / str(size))
+    (resumed,) = await environment.resume(result.journal.path)
+    assert resumed.termination_reason is TerminationReason.TASK_COMPLETE
+
+
+async def test_a_folder_is_resumed_without_journals_that_have_not_begun(chatml_tokenizer, tmp_path, dying):
+    path = await killed_at(7, tmp_path, chatml_tokenizer, dying)
+    (tmp_path / "0.journal").touch()
+    Journal(tmp_path / "1.journal").append("writer", {"host": "here", "process": 17})
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    (result,) = await environment.resume(tmp_path)
+    assert result.journal.path == path
+    with pytest.raises(JournalError, match=r"0\.journal: no episode has begun in it"):
+        await environment.resume(tmp_path / "0.journal")
+
+
+async def test_a_cancelled_episode_is_resumed(chatml_tokenizer, tmp_path):
+    whole, _ = counter(chatml_tokenizer, tmp_path / "whole")
+    whole = await whole.step(ASK)
+    gate = Gate(on_abort="All")
+
+    def wait_at_the_end(request):
+        answer = answer_by_position(request)
+        return gate(request) if answer == SCRIPT[-1] else answer
+
+    environment, _ = counter(chatml_tokenizer, tmp_path / "cancelled", answers=wait_at_the_end)
+    running = asyncio.ensure_future(environment.step(ASK))
+    await gate.reached.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert environment.last_result.termination_reason is TerminationReason.CANCELLED
+    environment, _ = counter(
+        chatml_tokenizer,
+        tmp_path,
+        answers=lambda request: " done." if request.text.endswith("All") else answer_by_position(request),
+    )
+    (resumed,) = await environment.resume(tmp_path / "cancelled")
+    assert resumed.termination_reason is TerminationReason.TASK_COMPLETE
+    assert resumed.observation.final_response == "All done."
+    assert environment.total == 9
+
+
+async def test_a_later_attempt_is_resumed_as_such(chatml_tokenizer, tmp_path, dying):
+    failing = {"left": 1}
+
+    def fail_first(request):
+        answer = answer_by_position(request)
+        if answer == SCRIPT[2] and failing["left"]:
+            failing["left"] -= 1
+            return ScriptedFault(status=500)
+        return answer
+
+    settings = {"retries": 1, "retry_delay": 0.0, "answers": fail_first}
+    environment, _ = counter(chatml_tokenizer, tmp_path / "whole", **settings)
+    whole = await environment.step(ASK)
+    assert whole.observation.metrics["attempts"] == 2
+    writes = dying["writes"]
+    for write in range(writes // 3, writes):
+        failing["left"] = 1
+        path = await killed_at(write, tmp_path / str(write), chatml_tokenizer, dying, **settings)
+        environment, _ = counter(chatml_tokenizer, tmp_path, **settings)
+        (resumed,) = await environment.resume(path)
+        if resumed.termination_reason is TerminationReason.INTERRUPTED:
+            continue
+        assert facts_of(resumed) == facts_of(whole), write
+        assert resumed.observation.metrics["attempts"] == 2 or failing["left"] == 0, write
+
+
+async def test_a_message_that_a_hook_changes_in_place_is_resumed_as_changed(chatml_tokenizer, tmp_path, dying):
+    class Redacts(HookProvider):
+        def register_hooks(self, registry, **kwargs):
+            registry.add_callback(BeforeModelCallEvent, self.redact)
+
+        def redact(self, event):
+            for message in event.agent.messages:
+                for block in message["content"]:
+                    if "toolResult" in block:
+                        block["toolResult"]["content"] = [{"text": "redacted"}]
+
+    class Redacting(Counter):
+        def get_hooks(self):
+            return [Redacts()]
+
+    def environment(folder):
+        scripted = ScriptedSGLang(chatml_tokenizer, answer_by_position)
+        model = SGLangModel(tokenizer=chatml_tokenizer, client=scripted.client())
+        return Redacting(lambda: model, reward_fn=Contains(), journal=folder)
+
+    whole = await environment(tmp_path / "whole").step(ASK)
+    for write in range(4, dying["writes"], 3):
+        dying["left"] = write
+        with suppress(Killed):
+            await environment(tmp_path / str(write)).step(ASK)
+        dying["left"] = None
+        (resumed,) = await environment(tmp_path / str(write)).resume(tmp_path / str(write))
+        if resumed.termination_reason is not TerminationReason.INTERRUPTED:
+            assert facts_of(resumed) == facts_of(whole), write
+
+
+async def test_a_fork_of_a_fork_is_resumed_and_forked_like_any_episode(chatml_tokenizer, tmp_path, dying):
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    whole = await environment.step(ASK)
+    (fork,) = await environment.fork(whole, 1)
+    later = fork.observation.trajectory.turns[3].index
+    for again in await environment.fork(fork, later, 2):
+        assert facts_of(again) == facts_of(whole)
+    known = set(tmp_path.glob("*.journal"))
+    dying["left"] = 6
+    with suppress(Killed):
+        await environment.fork(fork, later)
+    dying["left"] = None
+    (killed,) = set(tmp_path.glob("*.journal")) - known
+    (resumed,) = await environment.resume(killed)
+    assert facts_of(resumed) == facts_of(whole)

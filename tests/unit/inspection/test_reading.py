@@ -1,6 +1,7 @@
 """What is read from recorded episodes of every kind."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -246,3 +247,46 @@ def test_what_holds_no_episode_is_named(tmp_path):
             read([tmp_path / name])
         assert why in str(caught.value) and name in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+# --- journals ---
+
+
+async def run_with_journal(tokenizer, folder):
+    """Run an episode of two turns; return the path of its journal."""
+    server = ScriptedSGLang(tokenizer, [call("missing", x=1), "The answer is 4."])
+    factory = sglang_model_factory(tokenizer=tokenizer, client=server.client())
+    environment = Environment(factory, Gives(1.0), journal=folder)
+    result = await environment.step(Action(message="What is 2+2?", task_context=TaskContext(id="sum")))
+    return result.journal.path
+
+
+async def test_a_journal_is_read_like_the_trajectory_of_its_episode(chatml_tokenizer, tmp_path, capsys):
+    path = await run_with_journal(chatml_tokenizer, tmp_path / "journals")
+    for source in (path, path.parent):
+        (group,) = read([source])
+        (episode,) = group.episodes
+        assert (len(episode.turns), episode.end.outcome, episode.end.reward) == (2, "task_complete", 1.0)
+        assert findings([group]) == []
+        for command in (["show"], ["doctor"], ["view", "-o", str(tmp_path / "page.html")]):
+            assert main([*command, str(source)]) == 0, command
+    assert "nothing is wrong in 1 episode" in capsys.readouterr().out
+
+
+async def test_a_journal_that_still_grows_or_is_torn_has_nothing_wrong(chatml_tokenizer, tmp_path):
+    path = await run_with_journal(chatml_tokenizer, tmp_path)
+    content = path.read_bytes()
+    for length in range(0, len(content), 97):
+        path.write_bytes(content[:length])
+        assert findings(read([path])) == [], length
+
+
+async def test_a_damaged_journal_is_a_finding_and_another_file_is_named(chatml_tokenizer, tmp_path):
+    path = await run_with_journal(chatml_tokenizer, tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (finding,) = findings(read([path]))
+    assert finding.kind == "structure" and "damaged: entry" in finding.why
+    path.write_bytes(b"not a journal")
+    with pytest.raises(UnreadableError, match=re.escape(str(path))):
+        read([path])

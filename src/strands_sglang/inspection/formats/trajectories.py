@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...trajectory.journal import Journal
 from ...trajectory.storage import DamagedTrajectoryError
 from ...trajectory.trajectory import EpisodeEnd, Trajectory
 from ..records import Group, Inspected, TokenSequence, steps_to
@@ -30,7 +31,10 @@ def inspect_file(path: Path, name: str) -> Inspected:
         TrajectoryFileError: It is not a trajectory.
     """
     try:
-        trajectory = Trajectory.from_bytes(path.read_bytes(), name=str(path), changed_too=True)
+        if path.suffix == ".journal":  # one that has just been opened is empty
+            trajectory = Trajectory.of_entries(Journal(path).entries())
+        else:
+            trajectory = Trajectory.from_bytes(path.read_bytes(), name=str(path), changed_too=True)
     except DamagedTrajectoryError as error:
         return Inspected(name, Trajectory(), str(path), has_trajectory=False, problems=[("structure", str(error))])
     return inspect(trajectory, name, file=str(path))
