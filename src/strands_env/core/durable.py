@@ -152,6 +152,7 @@ class Recorder(HookProvider):
         self._messages: list[Message] = []  # as written
         self._agent_state: Any = None  # as written
         self._running: set[str] = set()
+        self._has_changed = False  # since the state was kept
         self._iterations = 0
         self._write("writer", {"host": platform.node(), "process": os.getpid()}, {})
         if point is not None:
@@ -264,9 +265,12 @@ class Recorder(HookProvider):
         use, tool = event.tool_use, event.selected_tool
         _call.set(use["toolUseId"])
         effect = self._environment.tool_effect(tool.tool if isinstance(tool, ContainedTool) else tool)
-        if effect != "pure":
-            self._running.add(use["toolUseId"])
-            self._write("tool", {"call": use["toolUseId"], "name": use["name"], "effect": effect}, {})
+        is_alone = len(tool_uses(event.agent.messages)) == 1
+        if effect == "pure" and is_alone:  # it would return the same again
+            return
+        self._running.add(use["toolUseId"])
+        self._has_changed |= effect != "pure"
+        self._write("tool", {"call": use["toolUseId"], "name": use["name"], "effect": effect}, {})
 
     async def _after_tool(self, event: AfterToolCallEvent) -> None:
         use_id = event.tool_use["toolUseId"]
@@ -275,12 +279,13 @@ class Recorder(HookProvider):
         self._running.discard(use_id)
         data: dict[str, Any] = {"call": use_id, "result": encode_bytes_values(event.result)}
         tensors: Mapping[str, Any] = {}
-        if not self._running:
+        if self._has_changed and not self._running:
             self._iterations += 1
             points = self._environment.fork_points
             if points == "all" or (points != "none" and self._iterations % points == 0):
                 state, tensors = await self._state()
                 data |= state
+                self._has_changed = False
         self._write("result", data, tensors)
 
     async def _state(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
@@ -449,7 +454,8 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             effects[data["call"]], names[data["call"]] = data["effect"], data["name"]
         elif entry.kind == "result":
             point.results[data["call"]] = decode_bytes_values(data["result"])
-            repeated.append(data["call"])
+            if effects[data["call"]] != "pure":
+                repeated.append(data["call"])
         elif entry.kind == "end":
             point.result = data["result"]
         if "state" in data:
