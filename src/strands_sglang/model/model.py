@@ -20,8 +20,10 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
+from anyio import to_thread
 from pydantic import BaseModel, ValidationError
 from strands.hooks import (
     AfterInvocationEvent,
@@ -60,6 +62,7 @@ from ..trajectory.episodes import (
     known_agent,
     written_names,
 )
+from ..trajectory.sessions import Sessions
 from ..trajectory.tokens import TokenManager
 from ..trajectory.trajectory import OUTSIDE, Trajectory
 from .call import ChatRequest, ModelCall, OnRequest, encoded, stop_reason, stream_events
@@ -255,6 +258,7 @@ class SGLangModel(Model):
         base_url: str | Sequence[str] | None = None,
         tool_parser: ToolParser | str | None = None,
         processor: ProcessorMixin | None = None,
+        sessions: str | PathLike[str] | None = None,
         **config: Unpack[SGLangConfig],
     ) -> None:
         """Set up the model. Nothing is sent until the first call.
@@ -268,6 +272,10 @@ class SGLangModel(Model):
                 model family that the chat template belongs to, or `"hermes"` if the family has none or is unknown.
             processor: The Hugging Face processor of a model that takes images. Its tokenizer must be `tokenizer`.
                 Without it, images are an error.
+            sessions: Folder in which the tokens of agents are kept for their sessions and snapshots, one file per
+                trajectory. An agent that Strands restores then continues its recorded sequence. It is part of the
+                trajectory of its first call if that holds no other call. The folder may be shared by models and
+                processes. By default the history of a restored agent is prompt.
             **config: See `SGLangConfig`. `update_config` can change these later.
 
         Raises:
@@ -292,6 +300,7 @@ class SGLangModel(Model):
             self.tool_parser = get_tool_parser(tool_parser)
         self.update_config(**config)
         self._episodes = RunningEpisodes()
+        self._sessions = None if sessions is None else Sessions(sessions)
 
     def _find_tool_parser(self, template: ChatTemplate, chat_template: str | None) -> ToolParser:
         """Find the parser of the model family. If it is unknown, "auto" is an error and the default is Hermes."""
@@ -356,6 +365,8 @@ class SGLangModel(Model):
 
     def reset(self) -> None:
         """Start a new episode with an empty trajectory. Objects read from the old one stay valid.
+
+        An agent of a model with `sessions` that continues its conversation after that brings its trajectory along.
 
         Raises:
             RuntimeError: The caller is inside `with model.episode()`, which has a trajectory of its own.
@@ -555,6 +566,8 @@ class SGLangModel(Model):
             tool_specs = [spec for spec in tool_specs or () if spec["name"] == name] or tool_specs
         state, invocation = kwargs.get("model_state"), kwargs.get("invocation_state")
         origin = self._episodes.of_call(state, invocation)
+        if self._sessions is not None:
+            await to_thread.run_sync(self._sessions.begin, origin.trajectory, state, messages)
         # Built from the current state: `update_config` and `reset` during the request affect the next call.
         call = self._call(
             messages,
@@ -574,6 +587,8 @@ class SGLangModel(Model):
             return
         parsed, blocks = call.record(generation)
         origin.note(call.turn)
+        if self._sessions is not None:
+            self._sessions.note(origin.trajectory, state)
         keep_written_names(state, {call.id: call.name for call in parsed.tool_calls if not is_tool_name(call.name)})
         for event in stream_events(blocks, stop_reason(generation, parsed), generation):
             yield event

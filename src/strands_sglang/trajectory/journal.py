@@ -72,6 +72,7 @@ class Journal:
 
     Attributes:
         path: Path of the file.
+        end: Position at which the entry ends that was appended last; 0 before.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -81,6 +82,7 @@ class Journal:
             path: Path of the file.
         """
         self.path = Path(path)
+        self.end = 0
         self._file: io.FileIO | None = None
 
     def __reduce__(self) -> Any:
@@ -174,6 +176,7 @@ class Journal:
         except OSError as error:
             self._file.truncate(before)
             raise JournalError(f"{self}: the journal cannot be written: {error}") from error
+        self.end = before + written
 
     def close(self) -> None:
         """Let others write the file."""

@@ -828,6 +828,18 @@ class Trajectory:
             trajectory._index(turn)
         return trajectory
 
+    def take_over(self, earlier: Trajectory) -> None:
+        """Continue a trajectory that was just read and that no one else has; this one must be empty.
+
+        Args:
+            earlier: The trajectory.
+        """
+        with self._lock:
+            kept = {"_lock": self._lock, "_has_agents": self._has_agents or earlier._has_agents}
+            self.__dict__.update({**vars(earlier), **kept})
+            for turn in self._turns:
+                turn.trajectory = self
+
     def __reduce__(self) -> Any:
         """Pickle and copy the trajectory as `save` writes it: flat, linear in the tokens, without its lock.
 

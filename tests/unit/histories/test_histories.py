@@ -2188,6 +2188,41 @@ async def test_an_agent_that_is_a_tool_has_sequences_of_its_own(judged, keeps):
     assert judge.masks() == expected
 
 
+DELEGATE = call("subagent", task="Your task.")
+ROUNDS = {
+    "after an answer": (["Fine.", DELEGATE], "forks after call 0: message 2 (user)"),
+    "after a tool's result": ([call(expression="2 * 3"), DELEGATE], "forks after call 0: message 2 (user)"),
+    "with another call": (["Fine.", call(expression="2 * 3") + DELEGATE], "forks after call 0: message 2 (user)"),
+    "with a text": (["Fine.", "I ask. " + DELEGATE], "forks after call 0: message 3 (assistant)"),
+    "at once": ([DELEGATE], "opens a sequence: message 0 (user)"),
+    "after reasoning": (
+        ["<think>\nHm.\n</think>\n\nFine.", DELEGATE],
+        "opens a sequence: message 1 (assistant) is not the recorded one (assistant): no reasoning",
+    ),
+}
+
+
+# Row 19
+@needs_module("strands.vended_tools.subagent")
+@pytest.mark.parametrize("when", ROUNDS)
+async def test_a_subagent_that_is_a_fork_extends_the_answers_before_it(judged, when):
+    from strands.multiagent.spec import Fixed
+    from strands.vended_tools.subagent import make_subagent
+
+    answers, reason = ROUNDS[when]
+    judge = judged([*answers, "Done.", "It is done."])
+    tools = [*TOOLS, make_subagent(context=Fixed("all"), builder=lambda spec: judge.agent(tools))]
+    agent = judge.agent(tools)
+    for question in ["First?", "Second?"][: 1 + ("Fine." in answers[0])]:
+        await agent.invoke_async(question)
+    *_, delegating, child, last = judge.trajectory.turns
+    judge.check()
+    assert "Your task." in judge.prompt(child.index)
+    assert child.reason.startswith(reason)
+    assert child.parent is delegating.parent or when == "after reasoning"
+    assert last.parent is delegating
+
+
 # Row 19
 async def test_an_agent_in_a_synchronous_tool_has_a_sequence_of_its_own(judged):
     judge = judged([call("ask", question="Why?"), "Because.", "I see."])
