@@ -211,8 +211,10 @@ class Recorder(HookProvider):
         if self._is_lost:
             return
         try:
-            changed = {} if self.trajectory is None else self._turns.changed(self.trajectory.turns)
-            self.journal.append(kind, {**data, **self._new_messages(), "changed": changed}, tensors)
+            data = {**data, **self._new_messages()}
+            if self.trajectory is not None and kind != "turn":
+                data["changed"] = self._turns.changed(self.trajectory.turns)
+            self.journal.append(kind, data, tensors)
         except (JournalError, TypeError) as error:
             self._is_lost = True
             if self._environment.journal_required:

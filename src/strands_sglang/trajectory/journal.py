@@ -277,6 +277,7 @@ class TurnWriter:
         notices = {use_id: text for use_id, text in trajectory.result_notices.items() if use_id in calls}
         data = {
             "turn": described,
+            "changed": self.changed(trajectory.turns),
             "pieces": {str(token_id): piece.hex() for token_id, piece in pieces.items()},
             "result_notices": notices,
             "tool_parse_errors": trajectory.tool_parse_errors,

@@ -135,6 +135,6 @@ class Sessions:
         if len(content) > end or not is_free:
             keeper = _Keeper(self._journal(), keeper.names)
             keeper.journal.begin_with(content[:end])
-        keeper.writer.go_on(loaded)
+        keeper.writer.continue_with(loaded)
         trajectory.take_over(loaded)
         return keeper
