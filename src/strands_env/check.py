@@ -77,18 +77,18 @@ class Player(Model):
     async def stream(self, messages: Messages, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Play one answer."""
         call, self.call = self.call, None
-        if call is None and self.move is not None:
+        start: dict[str, Any] = {}
+        delta: dict[str, Any] = {"text": "It is done."}
+        if call is not None:
+            start = {"toolUse": {"toolUseId": "call", "name": call[0]}}
+            delta = {"toolUse": {"input": json.dumps(call[1])}}
+        elif self.move is not None:
             await self.move()
         yield {"messageStart": {"role": "assistant"}}
-        if call is None:
-            yield {"contentBlockStart": {"start": {}}}
-            yield {"contentBlockDelta": {"delta": {"text": "It is done."}}}
-        else:
-            name, given = call
-            yield {"contentBlockStart": {"start": {"toolUse": {"toolUseId": "call", "name": name}}}}
-            yield {"contentBlockDelta": {"delta": {"toolUse": {"input": json.dumps(given)}}}}
+        yield {"contentBlockStart": {"start": start}}
+        yield {"contentBlockDelta": {"delta": delta}}
         yield {"contentBlockStop": {}}
-        yield {"messageStop": {"stopReason": "end_turn" if call is None else "tool_use"}}
+        yield {"messageStop": {"stopReason": "tool_use" if start else "end_turn"}}
 
 
 async def check_environment(make: MakeEnvironment, action: Action, *, success_threshold: float = 1.0) -> list[Finding]:
