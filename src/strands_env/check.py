@@ -77,18 +77,18 @@ class Player(Model):
     async def stream(self, messages: Messages, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Play one answer."""
         call, self.call = self.call, None
-        if call is None and self.move is not None:
+        start: dict[str, Any] = {}
+        delta: dict[str, Any] = {"text": "It is done."}
+        if call is not None:
+            start = {"toolUse": {"toolUseId": "call", "name": call[0]}}
+            delta = {"toolUse": {"input": json.dumps(call[1])}}
+        elif self.move is not None:
             await self.move()
         yield {"messageStart": {"role": "assistant"}}
-        if call is None:
-            yield {"contentBlockStart": {"start": {}}}
-            yield {"contentBlockDelta": {"delta": {"text": "It is done."}}}
-        else:
-            name, given = call
-            yield {"contentBlockStart": {"start": {"toolUse": {"toolUseId": "call", "name": name}}}}
-            yield {"contentBlockDelta": {"delta": {"toolUse": {"input": json.dumps(given)}}}}
+        yield {"contentBlockStart": {"start": start}}
+        yield {"contentBlockDelta": {"delta": delta}}
         yield {"contentBlockStop": {}}
-        yield {"messageStop": {"stopReason": "end_turn" if call is None else "tool_use"}}
+        yield {"messageStop": {"stopReason": "tool_use" if start else "end_turn"}}
 
 
 async def check_environment(make: MakeEnvironment, action: Action, *, success_threshold: float = 1.0) -> list[Finding]:
@@ -167,24 +167,23 @@ class _Check:
         return self.finding(name, result.termination_reason is TerminationReason.TASK_COMPLETE, result)
 
     async def siblings(self) -> Finding:
-        """Let two episodes write files at once, and look for those of the other."""
-        name = "siblings do not see each other"
-        wrote = [asyncio.Event(), asyncio.Event()]
+        """Let an episode write files, and meanwhile another one look for them."""
+        results: list[StepResult] = []
         seen: list[str] = []
 
-        async def look(environment: Environment, own: int) -> None:
+        async def look(environment: Environment) -> None:
             sandbox = await maybe_await(environment.get_sandbox())
-            await sandbox.execute(f"touch /tmp/sibling-{own} sibling-{own}")
-            wrote[own].set()
-            await asyncio.wait_for(wrote[1 - own].wait(), MOST_S)
-            found = await sandbox.execute("ls . /tmp")
-            if f"sibling-{1 - own}" in found.stdout:
-                seen.append(f"sibling-{1 - own}")
+            seen.append((await sandbox.execute("ls . /tmp")).stdout)
 
-        moves = [functools.partial(look, own=own) for own in (0, 1)]
-        results = await asyncio.gather(*map(self.play, moves))
+        async def write(environment: Environment) -> None:
+            sandbox = await maybe_await(environment.get_sandbox())
+            await sandbox.execute("touch /tmp/of-a-sibling of-a-sibling")
+            results.append(await asyncio.wait_for(self.play(look), MOST_S))
+
+        results.append(await self.play(write))
         have_run = all(result.termination_reason is TerminationReason.TASK_COMPLETE for result in results)
-        return self.finding(name, have_run and not seen, *results)
+        holds = have_run and not any("of-a-sibling" in files for files in seen)
+        return self.finding("siblings do not see each other", holds, *results)
 
 
 def _call(name: str) -> Move:

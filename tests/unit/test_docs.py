@@ -44,6 +44,7 @@ from support.slime import check_rollouts
 DOCS = ROOT / "docs"
 # tests/families, tests/integration and tests/trainers run these: they need a real processor, a cluster, and packages.
 ELSEWHERE = {f"docs/guides/{name}.md" for name in ("images", "ray", "reasoning-gym", "harbor")}
+ELSEWHERE |= {"docs/start/harbor-task.md"}
 PAGES = sorted({"README.md", *(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md"))} - ELSEWHERE)
 TEXT = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES if page != "docs/changelog.md")
 SHELL_LINES = [line for page in PAGES for block in blocks("bash", ROOT / page) for line in block.text.splitlines()]

@@ -7,10 +7,10 @@ without a proxy that has to find out. Its tools run in the trial's environment, 
 from __future__ import annotations
 
 import base64
-import importlib
 import inspect
 import json
 import math
+import pkgutil
 import shlex
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -178,10 +178,7 @@ class StrandsAgent(BaseAgent):
 
 
 def _imported(target: Any) -> Any:
-    if not isinstance(target, str):
-        return target
-    module, _, name = target.replace(":", ".").rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    return pkgutil.resolve_name(target) if isinstance(target, str) else target
 
 
 async def leave(environment: BaseEnvironment) -> bool:
@@ -207,28 +204,23 @@ def rollout_details(trajectory: Trajectory) -> list[RolloutDetail]:
     first.
     """
     records = {record["node_id"]: record for record in turn_records(Episode(trajectory, None, None))}
-    details: list[RolloutDetail] = []
-    seen: set[str] = set()
+    details = []
     for leaf in main_first(trajectory):
-        detail = RolloutDetail(prompt_token_ids=[], completion_token_ids=[], extra={})
-        for turn in leaf.path():
-            record = records.get(str(turn.index))
-            if record is None:
-                continue
-            sampled = len(record["completion_token_ids"])
-            mask = record["loss_mask"][len(record["prompt_token_ids"]) :]
-            detail["prompt_token_ids"].append(record["prompt_token_ids"])
-            detail["completion_token_ids"].append(record["completion_token_ids"])
-            if turn.generation is not None and turn.generation.logprobs is not None:
-                detail.setdefault("logprobs", []).append(record["per_token_logps"])
-            for name, value in (
-                ("loss_mask", [0] * sampled if record["node_id"] in seen else mask),
-                ("weight_versions", record["metadata"]["weight_versions"]),
-                ("finish_reason", record["metadata"]["finish_reason"]),
-                ("turn", turn.index),
-            ):
-                detail["extra"].setdefault(name, []).append(value)
-            seen.add(record["node_id"])
+        calls = [records[name] for name in (str(turn.index) for turn in leaf.path()) if name in records]
+        detail = RolloutDetail(
+            prompt_token_ids=[call["prompt_token_ids"] for call in calls],
+            completion_token_ids=[call["completion_token_ids"] for call in calls],
+            extra={
+                "loss_mask": [call["loss_mask"][len(call["prompt_token_ids"]) :] for call in calls],
+                "weight_versions": [call["metadata"]["weight_versions"] for call in calls],
+                "finish_reason": [call["metadata"]["finish_reason"] for call in calls],
+                "turn": [int(call["node_id"]) for call in calls],
+            },
+        )
+        if all(turn.generation.logprobs is not None for turn in leaf.path() if turn.generation is not None):
+            detail["logprobs"] = [call["per_token_logps"] for call in calls]
+        for call in calls:
+            call["loss_mask"] = [0] * len(call["loss_mask"])
         details.append(detail)
     return details
 

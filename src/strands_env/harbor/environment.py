@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import tempfile
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,8 +110,9 @@ class HarborEnvironment(SandboxedEnvironment):
         EnvironmentConfig.model_validate(self.environment)
         self._trials = trials
         self._timeout = self.episode_timeout
-        self._trial: _Trial | None = None
         self._is_running = False
+        self._temporary: str | None = None
+        self._running: Any = None
 
     @override
     def identity(self) -> dict[str, Any]:
@@ -135,14 +134,8 @@ class HarborEnvironment(SandboxedEnvironment):
             raise ValueError("the action is not a task of Harbor: take those of harbor_tasks(FOLDER)")
         if self._is_running:
             raise RuntimeError("an episode runs: create one HarborEnvironment per episode")
-        self._refusal: Exception | None = None
-        try:
-            self._task = Task(Path(path))
-            config = self._task.config
-            seconds = [each.agent.timeout_sec or config.agent.timeout_sec for each in config.steps or (config,)]
-            self.episode_timeout = self._timeout or (None if None in seconds else sum(seconds))
-        except Exception as error:  # Harbor has many kinds; `reset` raises it
-            self._refusal = error
+        self._path = Path(path)
+        self.episode_timeout = self._timeout or _agents_time(self._path)
         self._is_running = True
         try:
             return await super().step(action)
@@ -152,45 +145,82 @@ class HarborEnvironment(SandboxedEnvironment):
     @override
     async def reset(self) -> None:
         """Start a trial, and wait until it hands its environment to the agent."""
-        if self._refusal is not None:
-            raise BackendError(f"Harbor refuses the task: {self._refusal}") from self._refusal
-        self._trial = _Trial(self._task, EnvironmentConfig.model_validate(self.environment), self._trials)
+        self._oracle: OracleAgent | None = None
+        self._temporary = tempfile.mkdtemp(prefix="trials-") if self._trials is None else None
+        config = TrialConfig(
+            task=TaskConfig(path=self._path),
+            trials_dir=Path(self._temporary or str(self._trials)),
+            agent=AgentConfig(import_path=f"{__name__}:Visitor", override_timeout_sec=FOREVER_S),
+            environment=EnvironmentConfig.model_validate(self.environment),
+        )
         with queued():  # the task's time begins with its agent
-            self.sandbox = HarborSandbox(await self._trial.environment())
+            try:
+                self._trial: Any = await Trial.create(config)
+                arrived = self._trial.agent.arrived
+                self._running = asyncio.ensure_future(self._trial.run())
+                self._running.add_done_callback(lambda _: arrived.put_nowait(None))
+                self._here = await arrived.get()
+                failure = None if self._here else _failure_of(await self._running)
+            except Exception as error:  # Harbor has many kinds
+                raise BackendError(f"Harbor refuses the task: {type(error).__name__}: {error}") from error
+        if self._here is None:
+            raise BackendError(self._told(failure))
+        self.sandbox = HarborSandbox(self._here[1])
 
     @override
     async def next_user_message(self, action: Action, messages: Sequence[Message]) -> str | None:
         """Return the instruction of the next step, once the last one is graded."""
-        assert self._trial is not None
-        if not self._task.has_steps:
+        if not self._trial.task.has_steps:
             return None
         with queued():  # grading is not the agent's time
-            return await self._trial.next_instruction()
+            self._trial.agent.left.set()
+            self._here = await self._trial.agent.arrived.get()
+        return self._here and self._here[0]
 
     async def solve(self) -> None:
         """Do what the task's solution does, in place of the agent; for `strands-env check`."""
-        assert self._trial is not None
-        await self._trial.solve()
+        paths = self._trial.paths
+        if self._oracle is None:
+            self._oracle = OracleAgent(paths.agent_dir, task_dir=self._path, trial_paths=paths)
+        await self._oracle.run(*self._here, AgentContext())
 
     async def plant_reward(self) -> None:
         """Write a reward where the verifier writes it, as an agent could; for `strands-env check`."""
         await self.get_sandbox().execute("cd /logs/verifier; echo 1 > reward.txt; echo '{\"reward\": 1}' > reward.json")
 
-    @override
-    async def cleanup(self) -> None:
-        """End the trial."""
-        trial, self._trial = self._trial, None
-        if trial is not None:
-            await trial.close()
-
     async def rewards(self) -> Mapping[str, float]:
-        """Return the verifier's rewards, once the agent has ended.
+        """Let the trial grade, and return its rewards.
 
         Raises:
-            RewardError: The verifier did not give any.
+            RewardError: It has none.
         """
-        assert self._trial is not None
-        return await self._trial.rewards()
+        visitor = self._trial.agent
+        visitor.is_over = True
+        visitor.left.set()
+        result = await asyncio.shield(self._running)
+        failure = _failure_of(result)
+        if failure is None and result.verifier_result is not None and result.verifier_result.rewards is not None:
+            return result.verifier_result.rewards
+        # Nearly everything else that fails in the agent's environment may be the agent's doing.
+        is_machines = not visitor.is_alive or (failure is not None and failure.exception_type in NOT_STARTED)
+        raise RewardError(self._told(failure), is_infrastructure=is_machines)
+
+    def _told(self, failure: Any) -> str:
+        """Return what failed, without the folder of the trial, so that equal causes have equal messages."""
+        if failure is None:
+            return "the task has no verifier"
+        folder = f"{self._trial.paths.trial_dir}/"
+        return f"{failure.exception_type}: {failure.exception_message.replace(folder, '')}"
+
+    @override
+    async def cleanup(self) -> None:
+        """End the trial, and remove its files unless they were asked for."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        if self._temporary is not None:
+            await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
 
 
 class HarborReward(RewardFunction):
@@ -227,7 +257,7 @@ class Visitor(BaseAgent):
     """Takes the agent's place in a trial: it hands over the environment, and waits for the agent outside.
 
     Attributes:
-        arrived: Instruction and environment of each step.
+        arrived: Instruction and environment of each step, and None once the trial has ended.
         left: Whether the agent has ended its turn.
         is_over: Whether the agent does no further steps.
         is_alive: Whether the environment answered when the agent left.
@@ -236,7 +266,7 @@ class Visitor(BaseAgent):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Wait for nothing yet."""
         super().__init__(*args, **kwargs)
-        self.arrived: asyncio.Queue[tuple[str, BaseEnvironment]] = asyncio.Queue()
+        self.arrived: asyncio.Queue[tuple[str, BaseEnvironment] | None] = asyncio.Queue()
         self.left = asyncio.Event()
         self.is_over = False
         self.is_alive = True
@@ -266,103 +296,14 @@ class Visitor(BaseAgent):
         self.is_alive = await leave(environment)
 
 
-class _Trial:
-    """A running trial of Harbor."""
-
-    def __init__(self, task: Task, environment: EnvironmentConfig, folder: str | Path | None) -> None:
-        self._temporary = tempfile.mkdtemp(prefix="trials-") if folder is None else None
-        self._task = task
-        config = TrialConfig(
-            task=TaskConfig(path=task.paths.task_dir),
-            trial_name=f"{task.short_name[:32]}__{uuid.uuid4().hex[:7]}",
-            trials_dir=Path(self._temporary or str(folder)),
-            agent=AgentConfig(import_path=f"{__name__}:Visitor", override_timeout_sec=FOREVER_S),
-            environment=environment.model_copy(deep=True),
-        )
-        self._trial: Any = None
-        self._oracle: OracleAgent | None = None
-        self._created = asyncio.Event()
-        self._running = asyncio.ensure_future(self._run(config))
-
-    async def _run(self, config: TrialConfig) -> TrialResult:
-        try:
-            self._trial = await Trial.create(config)
-        finally:
-            self._created.set()
-        result: TrialResult = await self._trial.run()
-        return result
-
-    async def _next(self) -> tuple[str, BaseEnvironment] | None:
-        """Wait until the trial hands over its environment; return None if it has ended."""
-        await self._created.wait()
-        if self._trial is None:
-            return None
-        arriving = asyncio.ensure_future(self._trial.agent.arrived.get())
-        try:
-            await asyncio.wait({arriving, self._running}, return_when=asyncio.FIRST_COMPLETED)
-            return arriving.result() if arriving.done() else None
-        finally:
-            arriving.cancel()
-
-    async def environment(self) -> BaseEnvironment:
-        """Wait until the trial hands over its environment, and return it.
-
-        Raises:
-            BackendError: It failed before.
-        """
-        self._here = await self._next()
-        if self._here is not None:
-            return self._here[1]
-        try:
-            failure = _failure_of(await self._running)
-        except Exception as error:  # of a task that Harbor refuses
-            raise BackendError(f"Harbor refuses the task: {type(error).__name__}: {error}") from error
-        raise BackendError(self._told(failure))
-
-    async def next_instruction(self) -> str | None:
-        """Let the trial grade a step; return the instruction of the next one, None if there is none."""
-        self._trial.agent.left.set()
-        self._here = await self._next()
-        return None if self._here is None else self._here[0]
-
-    async def solve(self) -> None:
-        """Let Harbor's oracle do the current step."""
-        assert self._here is not None
-        paths = self._trial.paths
-        if self._oracle is None:
-            self._oracle = OracleAgent(paths.agent_dir, task_dir=self._task.paths.task_dir, trial_paths=paths)
-        await self._oracle.run(*self._here, AgentContext())
-
-    async def rewards(self) -> Mapping[str, float]:
-        """Let the trial grade, and return its rewards.
-
-        Raises:
-            RewardError: It has none.
-        """
-        self._trial.agent.is_over = True
-        self._trial.agent.left.set()
-        result = await asyncio.shield(self._running)
-        failure = _failure_of(result)
-        if failure is None and result.verifier_result is not None and result.verifier_result.rewards is not None:
-            return result.verifier_result.rewards
-        # Nearly everything else that fails in the agent's environment may be the agent's doing.
-        is_machines = not self._trial.agent.is_alive or (failure is not None and failure.exception_type in NOT_STARTED)
-        raise RewardError(self._told(failure), is_infrastructure=is_machines)
-
-    def _told(self, failure: Any) -> str:
-        """Return what failed, without the folder of the trial, so that equal causes have equal messages."""
-        if failure is None:
-            return "the task has no verifier"
-        folder = f"{self._trial.paths.trial_dir}/"
-        return f"{failure.exception_type}: {failure.exception_message.replace(folder, '')}"
-
-    async def close(self) -> None:
-        """End the trial, and remove its files unless they were asked for."""
-        self._running.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await self._running
-        if self._temporary is not None:
-            await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
+def _agents_time(task: Path) -> float | None:
+    """Return how many seconds a task gives its agent, in all its steps; None for no limit."""
+    try:
+        config = Task(task).config
+    except Exception:  # the trial tells why Harbor refuses it
+        return None
+    seconds = [each.agent.timeout_sec or config.agent.timeout_sec for each in config.steps or (config,)]
+    return None if None in seconds else sum(seconds)
 
 
 def _failure_of(result: TrialResult) -> Any:

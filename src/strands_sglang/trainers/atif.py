@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from ..credit import Episode
@@ -38,27 +38,29 @@ def to_atif(
         ValueError: The episode has no answered call, or it has images, whose tokens a document cannot hold.
     """
     records = {record["node_id"]: record for record in turn_records(episode)}
-    about: dict[str, Any] = {"name": agent, "version": version}
-    if model is not None:
-        about["model_name"] = model
     documents: list[dict[str, Any]] = []
     written: set[int] = set()
     for leaf in main_first(episode.trajectory):
-        document: dict[str, Any] = {
+        steps = _steps(leaf.path(), records, written)
+        generations = [turn.generation for turn in leaf.path() if turn.generation is not None]
+        document = {
             "schema_version": VERSION,
             "session_id": episode.id,
             "trajectory_id": f"sequence-{len(documents)}",
-            "agent": about,
-            "steps": _numbered(_steps(leaf.path(), records, written)),
+            "agent": {"name": agent, "version": version, "model_name": model},
+            "steps": steps,
+            "final_metrics": {
+                "total_prompt_tokens": sum(each.prompt_tokens for each in generations),
+                "total_completion_tokens": sum(len(each.output_ids) for each in generations),
+                "total_cached_tokens": sum(each.cached_tokens or 0 for each in generations),
+                "total_steps": len(steps),
+            },
         }
-        document["final_metrics"] = _totals(leaf.path(), len(document["steps"]))
         documents.append(document)
     if not documents:
         raise ValueError(f"episode {episode.id} has no answered model call, of which a document could tell")
     first, *others = documents
-    if others:
-        first["subagent_trajectories"] = others
-    return first
+    return {**first, "subagent_trajectories": others} if others else first
 
 
 def from_atif(
@@ -112,51 +114,46 @@ def _record(step: Mapping[str, Any], number: int) -> dict[str, Any]:
     }
 
 
-def _numbered(steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"step_id": number, **step} for number, step in enumerate(steps, 1)]
+def _steps(turns: Iterable[Turn], records: Mapping[str, dict[str, Any]], written: set[int]) -> list[dict[str, Any]]:
+    """Return the steps of a conversation: each message, and each answer with its calls and their results."""
+    steps: list[dict[str, Any]] = []
 
+    def add(source: str, **more: Any) -> None:
+        steps.append({"step_id": len(steps) + 1, "source": source, "message": "", **more})
 
-def _steps(turns: Iterable[Turn], records: Mapping[str, dict[str, Any]], written: set[int]) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a conversation: each message, and each answer with its calls and their results."""
-    step: dict[str, Any] | None = None
     for turn in turns:
         for part in turn.said:
-            if part.kind == "result" and step is not None and step["source"] == "agent":
-                _add_result(step, part)
+            last = steps[-1] if steps else {"source": None}
+            if part.kind == "result" and last["source"] == "agent":
+                _add_result(last, part)
                 continue
             source = {"assistant": "agent", "tool": "user"}.get(part.role, part.role)
-            if step is None or step["source"] != source or "metrics" in step:
-                if step is not None:
-                    yield step
-                step = {"source": source, "message": ""}
-                if source == "agent":  # of a conversation before the episode
-                    step["llm_call_count"] = 0
-            _add_part(step, part)
-        if step is not None:
-            yield step
-        step = {"source": "agent", "message": "", "llm_call_count": 1}
+            if last["source"] != source or "metrics" in last:
+                # An answer of a conversation before the episode has no call.
+                add(source, **({"llm_call_count": 0} if source == "agent" else {}))
+            _add_part(steps[-1], part)
+        add("agent", llm_call_count=1)
         for part in turn.answered:
-            _add_part(step, part)
+            _add_part(steps[-1], part)
         if turn.index in written:
-            step["is_copied_context"] = True
+            steps[-1]["is_copied_context"] = True
         elif str(turn.index) in records:
-            step["metrics"] = _metrics(turn, records[str(turn.index)])
+            steps[-1]["metrics"] = _metrics(turn, records[str(turn.index)])
         written.add(turn.index)
-    if step is not None:
-        yield step
+    return steps
 
 
 def _add_part(step: dict[str, Any], part: Said) -> None:
     if part.kind == "call":
-        step.setdefault("tool_calls", []).append(
-            {"tool_call_id": part.id, "function_name": part.name, "arguments": _arguments(part.text)}
-        )
-    elif part.kind == "reasoning":
-        if step.get("llm_call_count") == 0:  # such steps have none
-            return
-        step["reasoning_content"] = step.get("reasoning_content", "") + part.text
-    else:
+        arguments = json.loads(part.text)
+        if not isinstance(arguments, dict):
+            arguments = {"input": arguments}
+        call = {"tool_call_id": part.id, "function_name": part.name, "arguments": arguments}
+        step.setdefault("tool_calls", []).append(call)
+    elif part.kind != "reasoning":
         step["message"] += part.text
+    elif step.get("llm_call_count") != 0:  # such steps have none
+        step["reasoning_content"] = step.get("reasoning_content", "") + part.text
 
 
 def _add_result(step: dict[str, Any], part: Said) -> None:
@@ -166,34 +163,15 @@ def _add_result(step: dict[str, Any], part: Said) -> None:
     step.setdefault("observation", {"results": []})["results"].append(result)
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text)
-    except ValueError:  # a call that could not be parsed
-        arguments = text
-    return arguments if isinstance(arguments, dict) else {"input": arguments}
-
-
 def _metrics(turn: Turn, record: Mapping[str, Any]) -> dict[str, Any]:
     assert turn.generation is not None
     prompt, sampled = record["prompt_token_ids"], record["completion_token_ids"]
-    logprobs = {} if turn.generation.logprobs is None else {"logprobs": record["per_token_logps"]}
     return {
         "prompt_tokens": len(prompt),
         "completion_tokens": len(sampled),
         "cached_tokens": turn.generation.cached_tokens,
         "prompt_token_ids": prompt,
         "completion_token_ids": sampled,
-        **logprobs,
+        "logprobs": None if turn.generation.logprobs is None else record["per_token_logps"],
         "extra": {"turn": record["node_id"], "loss_mask": record["loss_mask"][len(prompt) :], **record["metadata"]},
-    }
-
-
-def _totals(turns: Iterable[Turn], steps: int) -> dict[str, Any]:
-    generations = [turn.generation for turn in turns if turn.generation is not None]
-    return {
-        "total_prompt_tokens": sum(generation.prompt_tokens for generation in generations),
-        "total_completion_tokens": sum(len(generation.output_ids) for generation in generations),
-        "total_cached_tokens": sum(generation.cached_tokens or 0 for generation in generations),
-        "total_steps": steps,
     }

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harbor.utils.trajectory_validator import TrajectoryValidator
 
 from strands_env.check import Player
+from strands_env.cli import main
 from strands_env.core import Action
 from strands_env.core.models import sglang_model_factory
 from strands_env.harbor import HarborEnvironment, HarborSandbox, harbor_tasks, rollout_details
@@ -327,6 +329,30 @@ def test_the_guides_snippets_run(server, in_a_world, tmp_path, monkeypatch, caps
         block.run(namespace, lambda text: text.replace("Qwen/Qwen3-8B", str(folder)).replace(URL, base_url))
     assert "strands/file task_complete reward=1.0" in capsys.readouterr().out
     assert namespace["again"].reward == 1.0
+
+
+def test_the_tutorials_tasks_are_checked_and_trained(tokenizer, in_a_world, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("strands_env.harbor.environment.IN_A_WORLD", in_a_world)
+    page = ROOT / "docs/start/harbor-task.md"
+    module = {}
+    for block in blocks("python", page):
+        block.run(module)
+    [check] = [block.text for block in blocks("bash", page) if block.text.startswith("strands-env check")]
+    assert main(check.split()[1:]) == 0
+    assert capsys.readouterr().out in [block.text for block in blocks("text", page)]
+
+    held_out = module["held_out"](SimpleNamespace(held_out=24))
+    trained = list(module["training"](None))
+    assert len({task.message for task in (*held_out, *trained)}) == 24 + 100
+    for wrong, reward in (("", 1.0), ("1", 0.0)):
+        product = held_out[0].message.removeprefix("Write ").partition(" to ")[0]
+        answers = [call("shell", command=f"echo $(({product}{wrong})) > /app/answer.txt"), "It is written."]
+        factory = sglang_model_factory(tokenizer=tokenizer, client=ScriptedSGLang(tokenizer, answers).client())
+        result = asyncio.run(module["environment"](factory).step(held_out[0]))
+        assert result.reward.reward == reward
+        [row] = training_rows([result.episode(group="g")], baseline=None).rows
+        assert sum(row.loss_mask) == sum(len(turn.output_ids) for turn in result.observation.trajectory.turns)
 
 
 def commands(*given):
