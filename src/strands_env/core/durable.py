@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from strands_sglang import EpisodeInterruptedError, JournalError, TerminationReason, ToolLimiter, Trajectory
 from strands_sglang.reasons import Reason
-from strands_sglang.trajectory.episodes import continue_as, known_agent
+from strands_sglang.trajectory.episodes import known_agent
 from strands_sglang.trajectory.journal import Entry, Journal, TurnWriter, as_unseen
 from strands_sglang.trajectory.turn import Turn, TurnStatus
 
@@ -110,10 +110,6 @@ def effect_of(tool: AgentTool | None) -> Effect:
     return "idempotent" if getattr(hints, "idempotentHint", None) else "once"
 
 
-class NothingBegunError(JournalError):
-    """The process of a journal died before its episode began."""
-
-
 class Recorder(HookProvider):
     """Writes the journal of one episode, as a hook of its agent.
 
@@ -128,7 +124,7 @@ class Recorder(HookProvider):
         self.trajectory: Trajectory | None = None
         self._environment = environment
         self._began = time.monotonic()
-        self._turns = TurnWriter(self._write_turn)
+        self._turns = TurnWriter(self._write)
         self._messages: list[Message] = []  # as written
         self._agent: Any = None  # its own state, as written
         self._running: set[str] = set()
@@ -149,28 +145,28 @@ class Recorder(HookProvider):
         """
         environment = self._environment
         self._began = time.monotonic()
-        self._turns = TurnWriter(self._write_turn)
+        self._turns = TurnWriter(self._write)
         self._messages, self._agent = [], None
-        self._write("writer", {"host": platform.node(), "process": os.getpid()}, {})
         if point is not None:
             self._began -= point.seconds
             self._messages, self._agent = copy.deepcopy(point.messages), point.agent
             self._turns.go_on(point.trajectory)
-            return
-        if environment.restart_only is not None:
-            why = environment.restart_only
-            logger.warning("why=<%s> | episodes can be read in their journals, but not resumed", why)
-        self._write(
-            "attempt",
-            {
-                "attempt": attempt,
-                "action": encode_bytes_values(action.model_dump()),
-                "environment": environment.identity(),
-                "restart_only": environment.restart_only,
-                "packages": {name: version(name) for name in _PACKAGES},
-            },
-            {},
-        )
+        else:
+            if environment.restart_only is not None:
+                why = environment.restart_only
+                logger.warning("why=<%s> | episodes can be read in their journals, but not resumed", why)
+            self._write(
+                "attempt",
+                {
+                    "attempt": attempt,
+                    "action": encode_bytes_values(action.model_dump()),
+                    "environment": environment.identity(),
+                    "restart_only": environment.restart_only,
+                    "packages": {name: version(name) for name in _PACKAGES},
+                },
+                {},
+            )
+        self._write("writer", {"host": platform.node(), "process": os.getpid()}, {})
 
     def record(self, trajectory: Trajectory | None) -> None:
         """Write the turns of the episode's trajectory from now on."""
@@ -209,14 +205,11 @@ class Recorder(HookProvider):
             data = {**data, "changed": self._turns.changed(self.trajectory.turns)}
         self._write(kind, data, tensors or {})
 
-    def _write_turn(self, kind: str, data: Any, tensors: Mapping[str, Any]) -> None:
-        self._write(kind, {**data, "call": _call.get()}, tensors)
-
     def _write(self, kind: str, data: Any, tensors: Mapping[str, Any]) -> None:
         if self._is_lost:
             return
         try:
-            self.journal.append(kind, data, tensors)
+            self.journal.append(kind, {**data, "inside": _call.get()}, tensors)
         except (JournalError, TypeError) as error:
             self._is_lost = True
             if self._environment.journal_required:
@@ -347,8 +340,7 @@ class Checkpoint:
         """
         if self.interrupted is not None:
             raise EpisodeInterruptedError(self.interrupted)
-        if self.agent_id is not None:
-            continue_as(known_agent(agent), self.agent_id)
+        known_agent(agent).id = self.agent_id
         for turn in self.asked_again:
             turn.status, turn.fate = TurnStatus.DISCARDED, Reason("run_again")
         if not self.messages:
@@ -427,7 +419,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     entries = journal.entries()
     attempts = [position for position, entry in enumerate(entries) if entry.kind == "attempt"]
     if not attempts:
-        raise NothingBegunError(f"{journal}: no episode has begun in it")
+        raise JournalError(f"{journal}: no episode has begun in it")
     if index is not None:
         entries = entries[: _position_before(entries, attempts[-1], index, journal)]
     begun = entries[attempts[-1]].data
@@ -442,7 +434,6 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         agent_id=main,
     )
     effects: dict[str, Mapping[str, Any]] = {}
-    callers: dict[int, str | None] = {}
     open_calls: dict[str, Mapping[str, Any]] = {}
     for entry in entries[attempts[-1] :]:
         data = entry.data
@@ -451,8 +442,6 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             point.added += point.messages[-1:] if data["is_added"] else []
             point.agent = data.get("agent", point.agent)
             point.seconds = data["seconds"]
-        elif entry.kind == "turn":
-            callers[data["turn"]["index"]] = data["call"]
         elif entry.kind == "tool":
             effects[data["call"]] = open_calls[data["call"]] = data
         elif entry.kind == "result":
@@ -467,9 +456,11 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             point.repeated.clear()
     if point.result is not None:
         return point
-    inside = [turn for turn in trajectory.turns if turn.agent != main and callers.get(turn.index) in open_calls]
-    # One that was cut may still continue, unless what precedes it is asked again.
-    point.asked_again = [turn for turn in inside if turn.is_answered and (turn.is_whole or turn.parent is not None)]
+    asked = (entry.data for entry in entries if entry.data.get("inside") in open_calls)
+    indexes = {data["turn"]["index"] for data in asked if "turn" in data}
+    point.asked_again = [
+        turn for turn in trajectory.turns if turn.agent != main and turn.index in indexes and turn.is_answered
+    ]
     for use_id, call in open_calls.items():
         if call["effect"] == "once":
             point.interrupted = (

@@ -25,7 +25,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -56,16 +56,7 @@ from strands_sglang import (
 )
 from strands_sglang.trajectory.journal import Journal
 
-from .durable import (
-    Checkpoint,
-    Effect,
-    ForkPoints,
-    NothingBegunError,
-    Recorder,
-    checkpoint,
-    effect_of,
-    tool_uses,
-)
+from .durable import Checkpoint, Effect, ForkPoints, Recorder, checkpoint, effect_of, tool_uses
 from .identity import Identified, describe
 from .supervision import (
     RECANCEL_AFTER,
@@ -525,13 +516,10 @@ class Environment(Identified):
             TrajectoryFileError: The journal is damaged, or has an unknown version.
         """
         path = Path(journal)
-        if not path.is_dir():
-            return [await self._resume(Journal(path))]
-        results = []
-        for file in sorted(path.glob("*.journal")):
-            with suppress(NothingBegunError):
-                results.append(await self._resume(Journal(file)))
-        return results
+        # A process that died before its episode began leaves an empty file.
+        begun = (file for file in path.glob("*.journal") if file.stat().st_size)
+        files = sorted(begun) if path.is_dir() else [path]
+        return [await self._resume(Journal(file)) for file in files]
 
     async def fork(self, source: StepResult | str | Path, turn: int, k: int = 1) -> list[StepResult]:
         """Continue an episode k times from before one of its model calls, which each continuation makes anew.

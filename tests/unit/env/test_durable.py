@@ -338,7 +338,6 @@ async def test_an_episode_that_must_be_protected_ends_on_a_full_disk(chatml_toke
 async def test_a_folder_is_resumed_without_journals_that_have_not_begun(chatml_tokenizer, tmp_path, dying):
     path = await killed_at(8, tmp_path, chatml_tokenizer, dying)
     (tmp_path / "0.journal").touch()
-    Journal(tmp_path / "1.journal").append("writer", {"host": "here", "process": 17})
     environment, _ = counter(chatml_tokenizer, tmp_path)
     (result,) = await environment.resume(tmp_path)
     assert result.journal.path == path
