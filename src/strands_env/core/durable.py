@@ -210,7 +210,7 @@ class Recorder(HookProvider):
             return
         try:
             self.journal.append(kind, {**data, "inside": _call.get()}, tensors)
-        except (JournalError, TypeError) as error:
+        except (JournalError, TypeError, ValueError) as error:
             self._is_lost = True
             if self._environment.journal_required:
                 raise JournalError(f"the episode cannot be protected: {error}") from error
@@ -280,7 +280,7 @@ class Recorder(HookProvider):
         self._changing = 0
         if isinstance(state, bytes):
             return {"state": None}, {"state": np.frombuffer(state, np.uint8)}
-        return {"state": state}, {}
+        return {"state": encode_bytes_values(state)}, {}
 
 
 # --- to continue ---
@@ -452,7 +452,9 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         elif entry.kind == "end":
             point.result = data["result"]
         if "state" in data:
-            point.state = entry.tensors["state"].tobytes() if "state" in entry.tensors else data["state"]
+            point.state = (
+                entry.tensors["state"].tobytes() if "state" in entry.tensors else decode_bytes_values(data["state"])
+            )
             point.repeated.clear()
     if point.result is not None:
         return point

@@ -511,6 +511,7 @@ class Environment(Identified):
             The episodes, in the order of the files' names.
 
         Raises:
+            OSError: There is no such file, or it cannot be read.
             JournalInUseError: Another process runs the episode.
             JournalError: The journal is of another environment, or this one can only start episodes again.
             TrajectoryFileError: The journal is damaged, or has an unknown version.
@@ -556,6 +557,7 @@ class Environment(Identified):
         return list(await asyncio.gather(*(run() for run in runs)))
 
     async def _resume(self, journal: Journal) -> StepResult:
+        journal.path.stat()  # opening it would create it
         journal.open()
         try:
             point = self._checkpoint(journal)

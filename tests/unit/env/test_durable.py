@@ -444,3 +444,55 @@ async def test_a_fork_of_a_fork_is_resumed_and_forked_like_any_episode(chatml_to
     (killed,) = set(tmp_path.glob("*.journal")) - known
     (resumed,) = await environment.resume(killed)
     assert facts_of(resumed) == facts_of(whole)
+
+
+@pytest.mark.parametrize("state", [b"", b"\0\xff", {"picture": b"\0\xff"}, [b"a", {"b": [b""]}], "text", 0, []])
+async def test_a_state_is_loaded_as_it_was_saved(chatml_tokenizer, tmp_path, dying, state):
+    loaded = []
+
+    def environment():
+        made, _ = counter(chatml_tokenizer, tmp_path)
+
+        async def save_state():
+            return state
+
+        async def load_state(given):
+            loaded.append(given)
+
+        made.save_state, made.load_state = save_state, load_state
+        return made
+
+    dying["left"] = 5
+    with suppress(Killed):
+        await environment().step(ASK)
+    dying["left"] = None
+    await environment().resume(tmp_path)
+    assert loaded == [state]
+
+
+async def test_a_state_that_no_file_can_hold_is_said_once_and_ends_nothing(chatml_tokenizer, tmp_path, caplog):
+    for state in (object(), {"numbers": {1, 2}}):
+        caplog.clear()
+        environment, _ = counter(chatml_tokenizer, tmp_path)
+
+        async def save_state(state=state):
+            return state
+
+        environment.save_state = save_state
+        result = await environment.step(ASK)
+        assert result.termination_reason is TerminationReason.TASK_COMPLETE
+        assert sum("not protected" in record.message for record in caplog.records) == 1
+
+
+async def test_a_file_that_is_no_journal_is_not_written_and_a_missing_one_is_not_made(
+    chatml_tokenizer, tmp_path, caplog
+):
+    path = tmp_path / "a.journal"
+    path.write_bytes(b"something else")
+    environment, _ = counter(chatml_tokenizer, path)
+    result = await environment.step(ASK)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+    assert path.read_bytes() == b"something else" and "begins with b'something else'" in caplog.text
+    with pytest.raises(FileNotFoundError):
+        await environment.resume(tmp_path / "missing.journal")
+    assert not (tmp_path / "missing.journal").exists()
