@@ -252,7 +252,11 @@ class Recorder(HookProvider):
         if event.cancel_tool or event.selected_tool is None:
             return
         use, tool = event.tool_use, event.selected_tool
-        effect = self._environment.tool_effect(tool.tool if isinstance(tool, ContainedTool) else tool)
+        if isinstance(tool, ContainedTool):
+            if tool.recorded is not None:  # it does not run
+                return
+            tool = tool.tool
+        effect = self._environment.tool_effect(tool)
         self._running.add(use["toolUseId"])
         _call.set(use["toolUseId"])
         self._changing += effect != "pure"
