@@ -618,50 +618,35 @@ async def test_forks_that_run_at_the_same_time_are_each_their_own(chatml_tokeniz
         await environment.fork(whole, 1)
 
 
-async def test_a_call_whose_result_is_recorded_is_not_open_again_after_a_second_kill(chatml_tokenizer, tmp_path, dying):
+async def test_a_call_with_a_recorded_result_is_not_open_after_a_second_kill(chatml_tokenizer, tmp_path, dying):
     def answer(request):
         position = request.text.count("<|im_start|>assistant") - 1
-        return [call("send", text="one") + call("add", number=1), "All done."][position]
+        return [call("send", text="one") + call("add", number=1) * 2, "All done."][position]
 
-    reached, gate = asyncio.Event(), asyncio.Event()
-
-    def made(effects, waits):
-        environment, _ = counter(chatml_tokenizer, tmp_path, effects, answers=answer)
-        tools = environment.get_tools()
-
-        @has_effect("idempotent")
-        @tool
-        async def add(number: int) -> str:
-            """Add a number.
-
-            Args:
-                number: The number.
-            """
-            if waits:
-                reached.set()
-                await gate.wait()
-            environment.total += number
-            return f"total {environment.total}"
-
-        environment.get_tools = lambda: [add, tools[1]]
+    def made(folder, effects):
+        environment, _ = counter(chatml_tokenizer, folder, effects, answers=answer)
         environment.save_state = no_state
         return environment
 
     async def no_state():
         return None
 
-    effects = []
-    for _ in range(2):
-        environment = made(effects, waits=True)
-        reached.clear()
-        journals = list(tmp_path.glob("*.journal"))
-        running = asyncio.ensure_future(environment.resume(journals[0]) if journals else environment.step(ASK))
-        await reached.wait()
-        while not effects or not any(e.kind == "result" for e in Journal(next(tmp_path.glob("*.journal"))).entries()):
-            await asyncio.sleep(0)
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-    (resumed,) = await made(effects, waits=False).resume(tmp_path)
-    assert resumed.termination_reason is TerminationReason.TASK_COMPLETE, resumed.error
-    assert effects == ["one"]
+    await made(tmp_path / "whole", []).step(ASK)
+    for first in range(6, dying["writes"]):
+        for second in range(1, 8):
+            folder, effects = tmp_path / f"{first} {second}", []
+            dying["left"] = first
+            with suppress(Killed):
+                await made(folder, effects).step(ASK)
+            dying["left"] = second
+            with suppress(Killed):
+                await made(folder, effects).resume(folder)
+            dying["left"] = None
+            (path,) = folder.glob("*.journal")
+            entries = Journal(path).entries()
+            begun = {entry.data["call"] for entry in entries if entry.kind == "tool" and entry.data["effect"] == "once"}
+            ended = {entry.data["call"] for entry in entries if entry.kind == "result"}
+            (resumed,) = await made(folder, effects).resume(path)
+            is_interrupted = resumed.termination_reason is TerminationReason.INTERRUPTED
+            assert is_interrupted == bool(begun - ended), (first, second)
+            assert len(effects) <= 1
