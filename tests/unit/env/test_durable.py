@@ -87,7 +87,7 @@ SCRIPT = [
 
 
 def answer_by_position(request):
-    """Answer by the number of answers in the prompt, so that a restarted server goes on."""
+    """Answer by the number of answers in the prompt, so that a restarted server continues."""
     position = request.text.count("<|im_start|>assistant") - 1
     return SCRIPT[min(position, len(SCRIPT) - 1)]
 
