@@ -111,10 +111,6 @@ _call: ContextVar[str | None] = ContextVar("strands_env_call", default=None)
 """The tool call that the running code is inside of, which may be over."""
 
 
-class NothingBegunError(JournalError):
-    """The process of a journal died before an episode had begun."""
-
-
 class Recorder(HookProvider):
     """Writes the journal of one episode, as a hook of its agent.
 
@@ -154,11 +150,14 @@ class Recorder(HookProvider):
         self._running: set[str] = set()
         self._has_changed = False  # since the state was kept
         self._iterations = 0
-        self._write("writer", {"host": platform.node(), "process": os.getpid()}, {})
-        if point is not None:
+        if point is None:
+            self._write_beginning(attempt, action)
+        else:
             self._began -= point.seconds
             self._turns.continue_with(point.trajectory)
-            return
+        self._write("writer", {"host": platform.node(), "process": os.getpid()}, {})
+
+    def _write_beginning(self, attempt: int, action: Action) -> None:
         environment = self._environment
         why_not = environment.restart_only
         if why_not is not None:
@@ -215,7 +214,7 @@ class Recorder(HookProvider):
             if self.trajectory is not None and kind != "turn":
                 data["changed"] = self._turns.changed(self.trajectory.turns)
             self.journal.append(kind, data, tensors)
-        except (JournalError, TypeError) as error:
+        except (JournalError, TypeError, ValueError) as error:
             self._is_lost = True
             if self._environment.journal_required:
                 raise JournalError(f"the episode cannot be protected: {error}") from error
@@ -266,7 +265,11 @@ class Recorder(HookProvider):
             return
         use, tool = event.tool_use, event.selected_tool
         _call.set(use["toolUseId"])
-        effect = self._environment.tool_effect(tool.tool if isinstance(tool, ContainedTool) else tool)
+        if isinstance(tool, ContainedTool):
+            if tool.recorded is not None:  # it does not run
+                return
+            tool = tool.tool
+        effect = self._environment.tool_effect(tool)
         is_alone = len(tool_uses(event.agent.messages)) == 1
         if effect == "pure" and is_alone:  # it would return the same again
             return
@@ -296,7 +299,7 @@ class Recorder(HookProvider):
         state = await invoke(self._environment.save_state)
         if isinstance(state, bytes):
             return {"state": None}, {"state": memoryview(state)}
-        return {"state": state}, {}
+        return {"state": encode_bytes_values(state)}, {}
 
 
 @lru_cache
@@ -419,7 +422,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     entries = [*read_entries(content, str(journal))]
     begin = max((at for at, entry in enumerate(entries) if entry.kind == "attempt"), default=None)
     if begin is None:
-        raise NothingBegunError(f"{journal}: no episode has begun in it")
+        raise JournalError(f"{journal}: no episode has begun in it")
     end = len(entries) if index is None else _position_before(entries, begin, index, journal)
     begun = entries[begin].data
     point = Checkpoint(
@@ -461,7 +464,8 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         elif entry.kind == "end":
             point.result = data["result"]
         if "state" in data:
-            point.state = entry.tensors["state"].tobytes() if "state" in entry.tensors else data["state"]
+            archive = entry.tensors.get("state")
+            point.state = decode_bytes_values(data["state"]) if archive is None else archive.tobytes()
             repeated.clear()
     turns = entries[begin:end]
     if unseen is not None:
@@ -474,8 +478,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         point.repeated = repeated
     ended = {*point.results, *chain.from_iterable(map(_results_in, point.messages))}
     inside = [turn for turn in point.trajectory.turns if callers.get(turn.index, None) not in (None, *ended)]
-    # One that was cut may still continue, unless what precedes it is asked again.
-    point.asked_again = [turn for turn in inside if turn.is_answered and (turn.is_whole or turn.parent is not None)]
+    point.asked_again = [turn for turn in inside if turn.is_answered]
     for use_id, effect in effects.items():
         if effect == "once" and (use_id not in point.results or use_id in point.repeated):
             what = "its end" if use_id not in point.results else "the environment's state after it"

@@ -25,7 +25,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -56,16 +56,7 @@ from strands_sglang import (
     termination_reason,
 )
 
-from .durable import (
-    Checkpoint,
-    Effect,
-    ForkPoints,
-    NothingBegunError,
-    Recorder,
-    checkpoint,
-    effect_of,
-    tool_uses,
-)
+from .durable import Checkpoint, Effect, ForkPoints, Recorder, checkpoint, effect_of, tool_uses
 from .identity import Identified, describe
 from .supervision import (
     RECANCEL_AFTER,
@@ -520,18 +511,16 @@ class Environment(Identified):
             The episodes, in the order of the files' names.
 
         Raises:
+            OSError: There is no such file, or it cannot be read.
             JournalInUseError: Another process runs the episode.
             JournalError: The journal is of another environment, or this one can only start episodes again.
             TrajectoryFileError: The journal is damaged, or has an unknown version.
         """
         path = Path(journal)
-        if not path.is_dir():
-            return [await self._resume(Journal(path))]
-        results = []
-        for file in sorted(path.glob("*.journal")):
-            with suppress(NothingBegunError):
-                results.append(await self._resume(Journal(file)))
-        return results
+        # A process that died before its episode began leaves an empty file.
+        begun = (file for file in path.glob("*.journal") if file.stat().st_size)
+        files = sorted(begun) if path.is_dir() else [path]
+        return [await self._resume(Journal(file)) for file in files]
 
     async def fork(self, source: StepResult | str | Path, turn: int, k: int = 1) -> list[StepResult]:
         """Continue an episode k times from before one of its model calls, which each continuation makes again.
@@ -568,6 +557,7 @@ class Environment(Identified):
         return list(await asyncio.gather(*(run() for run in runs)))
 
     async def _resume(self, journal: Journal) -> StepResult:
+        journal.path.stat()  # opening it would create it
         journal.open()
         try:
             point = self._checkpoint(journal)

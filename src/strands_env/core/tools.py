@@ -31,6 +31,7 @@ class ContainedTool(AgentTool):
 
     Attributes:
         tool: The tool.
+        recorded: What the call returned before; None if it runs.
     """
 
     def __init__(self, tool: AgentTool, seconds: float | None = None, *, recorded: ToolResult | None = None) -> None:
@@ -43,7 +44,7 @@ class ContainedTool(AgentTool):
         """
         super().__init__()
         self.tool = tool
-        self._recorded = recorded
+        self.recorded = recorded
         function = getattr(tool, "_tool_func", None)
         if callable(function) and not (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)):
             # Strands runs it in the event loop's shared threads; here each call has its own thread.
@@ -78,8 +79,8 @@ class ContainedTool(AgentTool):
         self, tool_use: ToolUse, invocation_state: dict[str, Any], **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         """Stream the tool's events; an error result if it times out."""
-        if self._recorded is not None:
-            yield self._recorded
+        if self.recorded is not None:
+            yield self.recorded
             return
         events: asyncio.Queue[Any] = asyncio.Queue()
         end = object()

@@ -230,7 +230,7 @@ class ModelCall:
                 server = await self._cancellation.finish(check_server(client, self.template))
             if self.turn.resumes is not None:
                 if self.turn.resumes.finish_type != "abort":  # the whole answer, which the agent never got
-                    return self.turn.resumes
+                    return replace(self.turn.resumes)  # a copy: the turn does not wait any longer
                 self.parts.append(self.turn.resumes)
             closings, empty_attempts = client.closings, 0
             while True:

@@ -55,7 +55,6 @@ from ..trajectory import Caller
 from ..trajectory.episodes import (
     RunningEpisodes,
     begin_call,
-    continue_as,
     cycle_of,
     end_call,
     keep_written_names,
@@ -406,7 +405,7 @@ class SGLangModel(Model):
             agent: A Strands agent with the model's hooks, before its first call.
             id: The `Turn.agent` of the other one's calls.
         """
-        continue_as(agent, id)
+        known_agent(agent).id = id
 
     @property
     def hooks(self) -> RecordingHooks:

@@ -150,18 +150,6 @@ def known_agent(agent: Any) -> KnownAgent:
     return _known.setdefault(agent, KnownAgent())
 
 
-def continue_as(agent: Any, id: str) -> None:
-    """Note that a Strands agent continues what another one has begun, under its id.
-
-    Args:
-        agent: The agent, before its first call.
-        id: The id of the other one.
-    """
-    known = known_agent(agent)
-    known.id = id
-    _holders[id] = known
-
-
 def begin_call(agent: KnownAgent, invocation_state: Any) -> None:
     """Note that an agent's model call begins; requests inside it are the agent's."""
     call = AgentCall(agent, invocation_state, _asking.get())
@@ -261,7 +249,7 @@ class RunningEpisodes:
                 if call.agent.id is None:  # use the id that Strands remembers, unless a copy of the agent has it
                     is_free = before["agent"] is not None and before["agent"] not in _holders
                     call.agent.id = before["agent"] if is_free else uuid.uuid4().hex
-                    _holders[call.agent.id] = call.agent
+                _holders[call.agent.id] = call.agent
                 agent = call.agent.id
             elif isinstance(model_state, dict):
                 agent = before["agent"] if before["episode"] == name else None

@@ -19,7 +19,8 @@ from strands_sglang import Journal, JournalError, SGLangModel, Trajectory
 from strands_sglang.credit import training_rows
 from strands_sglang.testing import ScriptedFault, ScriptedSGLang
 from strands_sglang.trajectory.journal import JournalInUseError
-from support.agents import Gate, build_chatml_tokenizer, call
+from strands_sglang.trajectory.turn import TurnStatus
+from support.agents import Gate, build_chatml_tokenizer, call, make_agent
 from support.environments import Contains
 from support.worlds import needs_worlds
 
@@ -190,9 +191,6 @@ async def test_an_episode_killed_at_any_write_ends_as_an_uninterrupted_one(chatm
         before = list(effects)
         dying["left"] = None
         environment, _ = counter(chatml_tokenizer, folder, effects, **settings)
-        if count == 1:  # before the episode had begun
-            assert await environment.resume(folder) == []
-            continue
         (resumed,) = await environment.resume(folder)
         assert sorted(set(effects)) == sorted(effects), count
         if resumed.termination_reason is TerminationReason.INTERRUPTED:
@@ -200,6 +198,9 @@ async def test_an_episode_killed_at_any_write_ends_as_an_uninterrupted_one(chatm
             assert resumed.reward is None and effects == before
             continue
         assert facts_of(resumed) == facts_of(whole), count
+        kept = Trajectory.from_bytes(resumed.observation.trajectory.to_bytes())
+        written, live = record_of(Trajectory.load(resumed.journal.path)), record_of(kept)
+        assert (written[0]["turns"], written[1:]) == (live[0]["turns"], live[1:]), count
         assert environment.total in (total, None), count  # None if the episode had ended
     assert interrupted < writes / 4
 
@@ -418,7 +419,6 @@ async def test_an_episode_that_must_be_protected_ends_on_a_full_disk(chatml_toke
 async def test_a_folder_is_resumed_without_journals_that_have_not_begun(chatml_tokenizer, tmp_path, dying):
     path = await killed_at(7, tmp_path, chatml_tokenizer, dying)
     (tmp_path / "0.journal").touch()
-    Journal(tmp_path / "1.journal").append("writer", {"host": "here", "process": 17})
     environment, _ = counter(chatml_tokenizer, tmp_path)
     (result,) = await environment.resume(tmp_path)
     assert result.journal.path == path
@@ -525,3 +525,205 @@ async def test_a_fork_of_a_fork_is_resumed_and_forked_like_any_episode(chatml_to
     (killed,) = set(tmp_path.glob("*.journal")) - known
     (resumed,) = await environment.resume(killed)
     assert facts_of(resumed) == facts_of(whole)
+
+
+@pytest.mark.parametrize("state", [b"", b"\0\xff", {"picture": b"\0\xff"}, [b"a", {"b": [b""]}], "text", 0, []])
+async def test_a_state_is_loaded_as_it_was_saved(chatml_tokenizer, tmp_path, dying, state):
+    loaded = []
+
+    def environment():
+        made, _ = counter(chatml_tokenizer, tmp_path)
+
+        async def save_state():
+            return state
+
+        async def load_state(given):
+            loaded.append(given)
+
+        made.save_state, made.load_state = save_state, load_state
+        return made
+
+    dying["left"] = 5
+    with suppress(Killed):
+        await environment().step(ASK)
+    dying["left"] = None
+    await environment().resume(tmp_path)
+    assert loaded == [state]
+
+
+async def test_a_state_that_no_file_can_hold_is_said_once_and_ends_nothing(chatml_tokenizer, tmp_path, caplog):
+    for state in (object(), {"numbers": {1, 2}}):
+        caplog.clear()
+        environment, _ = counter(chatml_tokenizer, tmp_path)
+
+        async def save_state(state=state):
+            return state
+
+        environment.save_state = save_state
+        result = await environment.step(ASK)
+        assert result.termination_reason is TerminationReason.TASK_COMPLETE
+        assert sum("not protected" in record.message for record in caplog.records) == 1
+
+
+async def test_a_file_that_is_no_journal_is_not_written_and_a_missing_one_is_not_made(
+    chatml_tokenizer, tmp_path, caplog
+):
+    path = tmp_path / "a.journal"
+    path.write_bytes(b"something else")
+    environment, _ = counter(chatml_tokenizer, path)
+    result = await environment.step(ASK)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+    assert path.read_bytes() == b"something else" and "begins with b'something else'" in caplog.text
+    with pytest.raises(FileNotFoundError):
+        await environment.resume(tmp_path / "missing.journal")
+    assert not (tmp_path / "missing.journal").exists()
+
+
+LONG = {
+    "to its end": {},
+    "turns": {"max_turns": 33},
+    "tool iterations": {"max_tool_iterations": 32},
+    "tool calls": {"max_tool_calls": 17},
+    "tokens": {"max_total_tokens": 12_000},
+}
+
+
+@pytest.mark.parametrize("limits", LONG.values(), ids=LONG)
+async def test_an_episode_of_several_invocations_keeps_its_budgets(chatml_tokenizer, tmp_path, dying, limits):
+    def answer(request):
+        position = request.text.count("<|im_start|>assistant") - 1
+        return call("add", number=position) if position < 35 else "All done."
+
+    settings = {"max_tool_iterations": None, "answers": answer, "fork_points": 5, **limits}
+    environment, _ = counter(chatml_tokenizer, tmp_path / "whole", **settings)
+    whole = await environment.step(ASK)
+    writes = dying["writes"]
+    for write in range(7, writes, writes // 4):
+        path = await killed_at(write, tmp_path / str(write), chatml_tokenizer, dying, **settings)
+        again, _ = counter(chatml_tokenizer, tmp_path, **settings)
+        (resumed,) = await again.resume(path)
+        assert facts_of(resumed) == facts_of(whole), write
+        assert again.total == environment.total, write
+
+
+async def test_a_call_that_a_hook_retries_is_trained_once_after_any_kill(chatml_tokenizer, tmp_path, dying):
+    def made(folder):
+        environment, _ = counter(chatml_tokenizer, folder)
+        environment.get_hooks = lambda: [RetryOnce()]
+        return environment
+
+    whole = await made(tmp_path / "whole").step(ASK)
+    for write in range(4, dying["writes"]):
+        dying["left"] = write
+        with suppress(Killed):
+            await made(tmp_path / str(write)).step(ASK)
+        dying["left"] = None
+        (resumed,) = await made(tmp_path / str(write)).resume(tmp_path / str(write))
+        if resumed.termination_reason is not TerminationReason.INTERRUPTED:
+            assert tokens_of(resumed) == tokens_of(whole), write
+
+
+class Helped(Environment):
+    """Without a state; its tool asks another agent on the same model."""
+
+    def __init__(self, model, **kwargs):
+        super().__init__(lambda: model, Contains(), "You lead.", **kwargs)
+        self.model = model
+
+    def identity(self):
+        return {"class": "Helped"}
+
+    def get_tools(self):
+        @has_effect("pure")
+        @tool
+        async def ask(question: str) -> str:
+            """Ask a helper.
+
+            Args:
+                question: The question.
+            """
+            return str(await make_agent(self.model, system_prompt="You help.").invoke_async(question))
+
+        return [ask]
+
+
+def helped(tokenizer, folder):
+    def answer(request):
+        if "You help." in request.text:
+            return "It is so."
+        position = request.text.count("<|im_start|>assistant") - 1
+        return [call("ask", question="Is it?"), call("ask", question="Why?") * 2, "All done."][position]
+
+    scripted = ScriptedSGLang(tokenizer, answer)
+    return Helped(SGLangModel(tokenizer=tokenizer, client=scripted.client()), journal=folder)
+
+
+async def test_what_a_sub_agent_was_answered_is_kept_and_trained_once_if_its_call_runs_again(
+    chatml_tokenizer, tmp_path, dying
+):
+    whole = await helped(chatml_tokenizer, tmp_path / "whole").step(ASK)
+    again = []
+    for write in range(4, dying["writes"]):
+        dying["left"] = write
+        with suppress(Killed):
+            await helped(chatml_tokenizer, tmp_path / str(write)).step(ASK)
+        dying["left"] = None
+        (path,) = (tmp_path / str(write)).glob("*.journal")
+        received = [turn.output_ids for turn in Trajectory.load(path).turns]
+        (resumed,) = await helped(chatml_tokenizer, tmp_path).resume(path)
+        assert sorted(tokens_of(resumed), key=str) == sorted(tokens_of(whole), key=str), write
+        turns = resumed.observation.trajectory.turns
+        assert len([turn for turn in turns if turn.output_ids in received]) >= len(received)
+        again += [turn.note for turn in turns if turn.status is TurnStatus.DISCARDED]
+        assert record_of(Trajectory.load(path)) == record_of(
+            Trajectory.from_bytes(resumed.observation.trajectory.to_bytes())
+        )
+    assert set(again) == {"the process died inside the tool call that asked, which ran again"}
+
+
+async def test_forks_that_run_at_the_same_time_are_each_their_own(chatml_tokenizer, tmp_path):
+    environment = helped(chatml_tokenizer, tmp_path)
+    whole = await environment.step(ASK)
+    main = [turn.index for turn in whole.observation.trajectory.turns if not turn.is_auxiliary and turn.tool_calls]
+    forks = await environment.fork(whole, main[1], 3)
+    assert len({id(fork.observation.trajectory) for fork in forks}) == 3
+    for fork in forks:
+        assert sorted(tokens_of(fork), key=str) == sorted(tokens_of(whole), key=str)
+        (again,) = await environment.fork(fork, fork.observation.trajectory.main_leaf().index)
+        assert sorted(tokens_of(again), key=str) == sorted(tokens_of(whole), key=str)
+    with pytest.raises(JournalError, match="turn 1 is a helper's or a sub-agent's; fork at one of the main agent"):
+        await environment.fork(whole, 1)
+
+
+async def test_a_call_with_a_recorded_result_is_not_open_after_a_second_kill(chatml_tokenizer, tmp_path, dying):
+    def answer(request):
+        position = request.text.count("<|im_start|>assistant") - 1
+        return [call("send", text="one") + call("add", number=1) * 2, "All done."][position]
+
+    def made(folder, effects):
+        environment, _ = counter(chatml_tokenizer, folder, effects, answers=answer)
+        environment.save_state = no_state
+        return environment
+
+    async def no_state():
+        return None
+
+    await made(tmp_path / "whole", []).step(ASK)
+    for first in range(6, dying["writes"]):
+        for second in range(1, 8):
+            folder, effects = tmp_path / f"{first} {second}", []
+            dying["left"] = first
+            with suppress(Killed):
+                await made(folder, effects).step(ASK)
+            dying["left"] = second
+            with suppress(Killed):
+                await made(folder, effects).resume(folder)
+            dying["left"] = None
+            (path,) = folder.glob("*.journal")
+            entries = Journal(path).entries()
+            begun = {entry.data["call"] for entry in entries if entry.kind == "tool" and entry.data["effect"] == "once"}
+            ended = {entry.data["call"] for entry in entries if entry.kind == "result"}
+            (resumed,) = await made(folder, effects).resume(path)
+            is_interrupted = resumed.termination_reason is TerminationReason.INTERRUPTED
+            assert is_interrupted == bool(begun - ended), (first, second)
+            assert len(effects) <= 1
