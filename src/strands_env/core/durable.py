@@ -27,7 +27,14 @@ from strands.types.session import decode_bytes_values, encode_bytes_values
 from strands.types.tools import AgentTool, ToolResult, ToolUse
 from typing_extensions import override
 
-from strands_sglang import EpisodeInterruptedError, JournalError, TerminationReason, ToolLimiter, Trajectory
+from strands_sglang import (
+    EpisodeInterruptedError,
+    JournalError,
+    TerminationReason,
+    ToolLimiter,
+    Trajectory,
+    __version__,
+)
 from strands_sglang.trajectory.journal import Entry, Journal, TurnWriter, as_unseen
 from strands_sglang.trajectory.turn import TurnStatus
 
@@ -51,7 +58,7 @@ Effect = Literal["pure", "idempotent", "once"]
 ForkPoints = Literal["all", "none"] | int
 """After which tool iterations the environment's state is kept: all, none, or every n-th."""
 
-_PACKAGES = ("strands-agents", "strands-sglang", "transformers")
+_PACKAGES = ("strands-agents", "transformers")
 _MAY_CONTINUE = (
     TerminationReason.ABORTED,
     TerminationReason.CANCELLED,
@@ -150,7 +157,7 @@ class Recorder(HookProvider):
                 "action": encode_bytes_values(action.model_dump()),
                 "environment": environment.identity(),
                 "restart_only": environment.restart_only,
-                "packages": {name: version(name) for name in _PACKAGES},
+                "packages": {"strands-sglang": __version__, **{name: version(name) for name in _PACKAGES}},
             },
             {},
         )
