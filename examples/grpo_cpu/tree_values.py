@@ -14,7 +14,7 @@ import math
 import random
 import statistics
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,12 +28,13 @@ from strands_sglang.trajectory.turn import Turn, TurnStatus
 from strands_sglang.trees import at_high_entropy, evenly
 
 TURNS = 4
+KINDS = ("forks", "last turns", "turns before forks")
 History = tuple[int, ...]
 
 
 def probability(history: History) -> float:
     """Return the policy's probability of 1."""
-    return (0.6, 0.85, 0.3, 0.7)[(len(history) + 2 * sum(history)) % TURNS]
+    return (0.6, 0.85, 0.7, 0.75)[(len(history) + 2 * sum(history)) % TURNS]
 
 
 def is_over(history: History) -> bool:
@@ -140,14 +141,17 @@ class Found:
     """What the runs of a design show.
 
     Attributes:
-        errors: For each kind of turn and each run, the mean difference of its advantages from the true ones.
+        errors: For each of `KINDS` and each run, the sum of the differences of its advantages from the true ones. A
+            mean would be biased: how many turns a run has depends on the returns that the others are compared with.
+        turns: For each kind, the number of turns in all runs.
         with_source: For each run, the mean error of fork points' values if the episode forked there counted, too.
         squares: For each run, the mean squared difference from the true advantage of the single turn, by token.
         gradients: For each run, the estimated policy gradient, by conversation.
         tokens: For each run, the number of sampled tokens.
     """
 
-    errors: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    errors: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    turns: Counter[str] = field(default_factory=Counter)
     with_source: list[float] = field(default_factory=list)
     squares: list[float] = field(default_factory=list)
     gradients: list[dict[History, float]] = field(default_factory=list)
@@ -198,7 +202,7 @@ def study(design: Design, runs: int, seed: int) -> Found:
         group = design.run(rng)
         episodes = [Episode(one.trajectory, reward((*one.actions,)), "g", str(n)) for n, one in enumerate(group)]
         rows = training_rows(episodes, baseline="leave_one_out")
-        by_kind: dict[str, list[float]] = defaultdict(list)
+        by_kind: dict[str, list[float]] = {kind: [] for kind in KINDS}
         gradient: dict[History, float] = defaultdict(float)
         squares: list[float] = []
         points = points_of(group)
@@ -215,7 +219,8 @@ def study(design: Design, runs: int, seed: int) -> Found:
                 gradient[history] += advantage * (action - probability(history))
         tokens = sum(row.trained for row in rows)
         for kind, errors in by_kind.items():
-            found.errors[kind].append(statistics.fmean(errors))
+            found.errors[kind].append(math.fsum(errors))
+            found.turns[kind] += len(errors)
         found.with_source += errors_with_source(group)
         found.squares.append(statistics.fmean(squares))
         found.gradients.append({history: total / tokens for history, total in gradient.items()})
@@ -266,8 +271,10 @@ def main() -> None:
         found = study(design, options.runs, options.seed)
         tokens = statistics.fmean(found.tokens)
         print(f"{name}: {tokens:.1f} tokens a run")
-        for kind in sorted(found.errors):
-            mean = statistics.fmean(found.errors[kind])
+        for kind, turns in sorted(found.turns.items()):
+            if not turns:
+                continue
+            mean = math.fsum(found.errors[kind]) / turns
             print(f"  mean error of {kind}: {mean:+.4f}, {found.standard_errors(kind):+.1f} standard errors")
         if found.with_source:
             mean = statistics.fmean(found.with_source)
