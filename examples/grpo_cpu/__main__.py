@@ -1,6 +1,6 @@
 """Train SmolLM2-135M-Instruct to use a calculator, on two cores and without a GPU; `make rl-demo` runs this.
 
-    python examples/grpo_cpu [--output FOLDER] [--task NAME] [--steps N] [--seed N] [--fast] ...
+    python examples/grpo_cpu [--output FOLDER] [--task NAME] [--steps N] [--seed N] [--tree] [--fast] ...
 
 Serves the model with SGLang, evaluates it on held-out tasks, trains it with TRL's AsyncGRPOTrainer on episodes of a
 Strands agent, and evaluates it again. The same command continues a run that was stopped or killed.
@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 from plot import save_plot
 from record import Run, RunError, write
-from tasks import WAYS, Settings, environment_factory, model_factory, task_of
+from tasks import POLICIES, WAYS, Settings, environment_factory, model_factory, task_of
 
 from strands_env.eval import Evaluator
 from strands_sglang import SGLangClientError, local
@@ -73,8 +73,12 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder of the run; by default in out/")
     parser.add_argument("--fast", action="store_true", help="a tiny random model, and three short steps")
     parser.add_argument("--rollouts", choices=sorted(WAYS), default="exact", help="how episodes are recorded")
+    parser.add_argument(
+        "--tree", type=int, nargs="?", const=3, metavar="N", help="fork each episode N times, by default 3"
+    )
+    parser.add_argument("--fork-at", choices=sorted(POLICIES), help="how the turn is chosen, by default evenly")
     for setting in fields(Settings):
-        if setting.name not in ("model_path", "rollouts", "is_fast"):
+        if setting.name not in ("model_path", "rollouts", "is_fast", "tree", "fork_at"):
             kind = type(setting.default)
             fast = f"; with --fast {FAST[setting.name]}" if setting.name in FAST else ""
             parser.add_argument(
@@ -84,7 +88,7 @@ def read_options() -> argparse.Namespace:
                 help=f"by default {setting.default}{fast}",
             )
     options = parser.parse_args()
-    least = {"steps": 1, "tasks": 1, "samples": 2, "held_out": 1, "held_out_samples": 1, "max_new_tokens": 1}
+    least = {"tree": 0, "steps": 1, "tasks": 1, "samples": 2, "held_out": 1, "held_out_samples": 1, "max_new_tokens": 1}
     for name, number in least.items():
         value = getattr(options, name)
         if value is not None and value < number:
@@ -112,7 +116,9 @@ def run_demo(options: argparse.Namespace) -> None:
     python = local.ensure_sglang()
     settings = settings_of(options, local.ensure_tiny_qwen3(python) if options.fast else local.ensure_smollm2(python))
     task = "" if settings.task == "calculator" else f"_{settings.task.replace(':', '_')}"
-    run = Run(options.output or ROOT / "out" / f"grpo_cpu{'_fast' if options.fast else ''}{task}_{settings.seed}")
+    tree = f"_tree_{settings.fork_at}" if settings.tree else ""
+    name = f"grpo_cpu{'_fast' if options.fast else ''}{task}{tree}_{settings.seed}"
+    run = Run(options.output or ROOT / "out" / name)
     run.open(asdict(settings))
     if run.steps:
         print(f"continuing after step {len(run.steps)} of {run.folder}")
@@ -216,7 +222,9 @@ def summarize(run: Run, before: float, after: float) -> None:
     episodes = sum(step["metrics"]["episodes"] for step in run.steps)
     trained = sum(len(step["episodes"]) for step in run.steps)
     print(f"held-out tasks: mean reward {before:.3f} before, {after:.3f} after ({after - before:+.3f})")
+    tokens = sum(step["metrics"]["step_tokens"] for step in run.steps)
     print(f"{len(run.steps)} steps, {episodes} episodes, {trained} of them trained, each once")
+    print(f"{tokens} tokens sampled for the steps; what forks share counts once")
     print(f"largest gap between sampler and trainer before an update: {max(gaps, default=math.nan):.1e}")
     print(f"served and sent weights after each push: equal bit by bit; their logprobs differ by at most {push:.1e}")
     results = [str(run.folder / "evaluation" / f"{name}.jsonl") for name in ("before", "after")]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import itertools
 import json
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import calculator_task
@@ -16,6 +19,10 @@ from strands_env.core.models import sglang_model_factory
 from strands_env.environments import ReasoningGymEnvironment, reasoning_gym_tasks
 from strands_sglang import get_tokenizer, local
 from strands_sglang.credit import Episode
+from strands_sglang.trees import at_high_entropy, evenly
+
+POLICIES = {"evenly": evenly, "at_high_entropy": at_high_entropy}
+"""How the turns are chosen before which an episode is forked."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,9 @@ class Settings:
         top_k: Sampling among the most probable tokens only; -1 for all.
         max_new_tokens: Longest answer of a turn, in tokens.
         learning_rate: Learning rate of AdamW.
+        tree: Forks of each episode from before one of its turns; 0 for none. Half as many episodes are asked then,
+            which with 3 forks are about as many sampled tokens.
+        fork_at: How that turn is chosen, a key of `POLICIES`.
         seed: Seed of the tasks and of the trainer.
         is_fast: Whether the model is a tiny random one, which can learn nothing but a taste for even ids.
     """
@@ -55,6 +65,8 @@ class Settings:
     top_k: int = -1
     max_new_tokens: int = 48
     learning_rate: float = 2e-5
+    tree: int = 0
+    fork_at: str = "evenly"
     seed: int = 0
     is_fast: bool = False
 
@@ -158,17 +170,27 @@ def model_factory(settings: Settings, base_url: str) -> Callable[[], Any]:
     )
 
 
-RunTask = Callable[[Action], Awaitable[tuple[StepResult, Episode]]]
-"""Runs one episode of a task; the episode holds what is trained."""
+RunTask = Callable[[Action], Awaitable[list[tuple[StepResult, Episode]]]]
+"""Runs one episode of a task, and perhaps forks of it; the episodes hold what is trained."""
 
 
 def exact(settings: Settings, base_url: str) -> RunTask:
     """Record the tokens that were sent and sampled, as this library does."""
     make = environment_factory(settings, model_factory(settings, base_url))
 
-    async def run(action: Action) -> tuple[StepResult, Episode]:
-        result = await make().step(action)
-        return result, result.episode(group=action.task_context.id)
+    async def run(action: Action) -> list[tuple[StepResult, Episode]]:
+        with tempfile.TemporaryDirectory() as folder:
+            environment = make()
+            environment.journal = Path(folder) if settings.tree else None
+            results = [await environment.step(action)]
+            trajectory = results[0].observation.trajectory
+            if settings.tree:
+                chosen = [] if trajectory is None else POLICIES[settings.fork_at](trajectory, 1)
+                for turn in chosen:
+                    results += await environment.fork(results[0], turn, settings.tree)
+                if not chosen:  # an episode that is forked before its first turn is a new one; groups stay of one size
+                    results += await asyncio.gather(*(make().step(action) for _ in range(settings.tree)))
+        return [(result, result.episode(group=action.task_context.id)) for result in results]
 
     return run
 

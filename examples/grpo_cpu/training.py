@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from strands_sglang.credit import Episode, TrainingRow, TrainingRows, version_nu
 from strands_sglang.drift import measure_drift
 from strands_sglang.mismatch import masked_logprobs, under_sampling_mask
 from strands_sglang.trainers.trl import AsyncGRPORollouts, SGLangWeights
+from strands_sglang.trees import sample_of
 
 CLIP = 0.2
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
@@ -123,13 +125,17 @@ class Watched(AsyncGRPOTrainer):
         self.batch = [row if row.tokens.sampling_mask is None else under_sampling_mask(row) for row in rows]
         is_term = inputs["token_index"] >= 0
         self._terms = inputs["token_index"][is_term]
-        sampled = [value for row in self.batch for value, mask in zip(row.logprobs, row.loss_mask, strict=True) if mask]
+        sampled, advantages = (
+            torch.tensor([*chain.from_iterable(compress(getattr(row, name), row.loss_mask) for row in self.batch)])
+            for name in ("logprobs", "advantages")
+        )
         loss = super().compute_loss(
             model,
             {
                 **inputs,
                 "token_index": inputs["token_index"].masked_scatter(is_term, torch.arange(len(self._terms))),
-                "old_log_probs": inputs["old_log_probs"].masked_scatter(is_term, torch.tensor(sampled)),
+                "old_log_probs": inputs["old_log_probs"].masked_scatter(is_term, sampled),
+                "advantages": inputs["advantages"].masked_scatter(is_term, advantages),
             },
             **options,
         )
@@ -308,6 +314,8 @@ class Recorder(TrainerCallback):
         rewards = [reward for group in groups for reward in group.rows.rewards.values()]
         reasons = [reason for group in groups for reason in group.rows.left_out.values()]
         sequences = [tokens for episode in episodes for tokens in episode.trajectory.sequences()]
+        turns = chain.from_iterable(episode.trajectory.turns for episode in episodes)
+        sampled = {sample_of(turn): len(turn.output_ids) for turn in turns}
         now, used = time.monotonic(), time.process_time()
         seconds, cpu_seconds = now - self._began, used - self._cpu
         self._began, self._cpu = now, used
@@ -315,6 +323,7 @@ class Recorder(TrainerCallback):
             "reward": mean(rewards),
             "tool_use": mean(result.observation.metrics.get("tool_calls", 0) > 0 for result in results),
             "sampled_tokens": mean(result.observation.metrics.get("sampled_tokens", 0) for result in results),
+            "step_tokens": sum(sampled.values()),
             "episodes": len(episodes),
             "flat_groups": sum(len(group.rows.flat_groups) for group in groups),
             "left_out": sum(reason.kind != "flat_group" for reason in reasons),
@@ -330,10 +339,10 @@ class Recorder(TrainerCallback):
         older tokens, whose logprobs differ because the policy does.
         """
         tokens = [
-            (own - logprob, version - (version_number(name) or 0), row.advantage)
+            (own - logprob, version - (version_number(name) or 0), advantage)
             for row in batch
-            for logprob, own, name, mask in zip(
-                row.logprobs, row.trainer_logprobs or (), row.versions, row.loss_mask, strict=True
+            for logprob, own, name, advantage, mask in zip(
+                row.logprobs, row.trainer_logprobs or (), row.versions, row.advantages, row.loss_mask, strict=True
             )
             if mask
         ]
@@ -379,27 +388,31 @@ def main(folder: Path, base_url: str) -> None:
     recorder = Recorder(run, weights, settings)
     run_task = WAYS[settings.rollouts](settings, base_url)
 
-    async def run_episode(task: tuple[int, Action]) -> Episode:
+    async def run_episodes(task: tuple[int, Action]) -> list[Episode]:
         number, action = task
-        result, episode = await run_task(action)
-        episode = replace(episode, id=f"task-{number}-{episode.id[:12]}", group=number)
-        recorder.keep(result, episode)
-        return episode
+        episodes = []
+        for result, episode in await run_task(action):
+            episodes.append(replace(episode, id=f"task-{number}-{episode.id[:12]}", group=number))
+            recorder.keep(result, episodes[-1])
+        return episodes
 
     done = {number for step in run.steps for number in step["tasks"]}
-    rows = settings.tasks * settings.samples
+    samples = settings.samples // 2 if settings.tree else settings.samples
+    rows = settings.tasks * samples * (1 + settings.tree)
     taken: list[tuple[Any, TrainingRow]] = []
     rollouts = AsyncGRPORollouts(
-        run_episode,
+        run_episodes,
         (task for task in enumerate(task_of(settings).training(settings)) if task[0] not in done),
         weights,
-        group_size=settings.samples,
+        group_size=samples,
         groups_in_flight=settings.tasks,
         rows_per_step=rows,
         version=len(run.steps),
         max_staleness=2,
         on_group=recorder.on_group,
         on_taken=lambda sample, row: taken.append((sample, row)),
+        rows_per_episode=1 + settings.tree,
+        takes_turns=True,
         normalize_std=True,
         skip_flat_groups=True,
     )

@@ -4,6 +4,7 @@ An episode is one or more token sequences: forks, compactions and sub-agents ope
 the episode, or to a turn if turns have rewards, and all of the episode's rows carry it undivided. Each sampled token
 is trained in exactly one row. docs/understand/credit.md has the mathematics.
 
+- Forks of an episode share its first turns: they are trained once, and their values are in `trees`.
 - Baselines are computed over episodes, never over rows.
 - An episode without a reward leaves its group's baseline.
 - An episode is trained whole or not at all. What is kept out is named in `TrainingRows.left_out`; its reward, if it
@@ -22,7 +23,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain, compress, groupby
 from os import PathLike
 from pathlib import Path
@@ -35,6 +36,7 @@ from .trajectory.storage import TrajectoryFileError, pack, read_fields, reading,
 from .trajectory.tokens import Segment, TokenManager
 from .trajectory.trajectory import Trajectory
 from .trajectory.turn import Turn
+from .trees import comparisons, sample_of
 
 Baseline = Literal["mean", "leave_one_out"]
 Normalizer = Literal["episode_mean", "token_mean", "constant"]
@@ -599,8 +601,12 @@ def training_rows(
     of the group's episodes at their turn of the same number, in the order of calls. An episode with fewer turns counts
     there with its last one. Without `turn_rewards` and discount, that is the episode's reward minus the baseline.
 
+    Among the episodes may be forks of others (`Environment.fork` of strands-env), and forks of forks. The turns that
+    they share are trained in the first of them that is trained. A turn's return is then estimated by the forks after
+    it, and compared with those of the forks before it; see [`comparisons`][strands_sglang.trees.comparisons].
+
     Args:
-        episodes: All episodes of the batch, with whole groups.
+        episodes: All episodes of the batch, with whole groups; an episode comes before its forks.
         baseline: See `group_advantages`.
         normalize_std: See `group_advantages`.
         discount: Factor per turn of later rewards.
@@ -656,41 +662,49 @@ def training_rows(
         if baseline is not None and len(members) < 2:
             left_out[members[0].id] = Reason("only_scored")
             continue
+        family = [episode for episode in batch if episode.group == group]
+        compared = comparisons(
+            [[*map(sample_of, turns[one.id])] for one in family], [returns.get(one.id, []) for one in family], discount
+        )
+        advantages_of = partial(group_advantages, baseline=baseline, normalize_std=normalize_std)
         columns = [returns[member.id] for member in members]
         by_turn = [
-            group_advantages(
-                [column[min(number, len(column) - 1)] for column in columns],
-                baseline=baseline,
-                normalize_std=normalize_std,
-            )
-            for number in range(max(map(len, columns)))
+            advantages_of([column[min(number, len(column) - 1)] for column in columns])
+            for number in range(0 if compared else max(map(len, columns)))
         ]
-        is_flat = True
-        for place, member in enumerate(members):
-            own = {turn.index: by_turn[number][place] for number, turn in enumerate(turns[member.id])}
-            advantages[member.id] = own
-            is_flat = is_flat and not any(own.values())
-        if is_flat:
+        own = [[advantages_of(values)[0] for values in turn_values] for turn_values in compared]
+        for member, values in zip(members, own or zip(*by_turn, strict=True), strict=True):
+            advantages[member.id] = {turn.index: value for turn, value in zip(turns[member.id], values, strict=False)}
+        if not any(any(advantages[member.id].values()) for member in members):
             flat.append(group)
             if skip_flat_groups:
                 left_out.update((member.id, Reason("flat_group")) for member in members)
     rows: list[TrainingRow] = []
     owners: dict[int, str] = {}
+    trained: dict[Hashable, int] = {}  # sampled tokens of each turn that the rows train
     for episode in batch:
         if episode.id in left_out:
             continue
-        own_rows = _rows(episode, sequences[episode.id], advantages[episode.id])
+        if id(episode.trajectory) in owners:
+            raise ValueError(
+                f"episodes {owners[id(episode.trajectory)]!r} and {episode.id!r} have one trajectory, so each of its "
+                "tokens would be trained twice: run each episode in `with model.episode()`, or call `model.reset()` "
+                "before it"
+            )
+        samples = {turn.index: sample_of(turn) for turn in episode.trajectory.turns}
+        shared = {index: trained[sample] for index, sample in samples.items() if sample in trained}
+        own_sequences = episode.trajectory.branches(trained=shared) if shared else sequences[episode.id]
+        own_rows = _rows(episode, own_sequences, advantages[episode.id])
         reason = _unfit(own_rows, max_tokens, version, max_staleness)
         if reason is not None:
             left_out[episode.id] = reason
             continue
         rows.extend(own_rows)
-        owner = owners.setdefault(id(episode.trajectory), episode.id)
-        if owner != episode.id:
-            raise ValueError(
-                f"episodes {owner!r} and {episode.id!r} have one trajectory, so each of its tokens would be trained "
-                "twice: run each episode in `with model.episode()`, or call `model.reset()` before it"
-            )
+        owners[id(episode.trajectory)] = episode.id
+        for leaf, _ in own_sequences:
+            for turn, kept in leaf.steps():
+                sample = samples[turn.index]
+                trained[sample] = max(kept, trained.get(sample, 0))
     return TrainingRows(
         rows,
         left_out,

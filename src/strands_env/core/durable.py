@@ -39,6 +39,7 @@ from strands_sglang import (
     Trajectory,
     Turn,
     TurnStatus,
+    __version__,
 )
 from strands_sglang.trajectory.journal import Entry, TurnWriter, as_unseen, discard_unfinished, in_words, read_entries
 
@@ -304,7 +305,7 @@ class Recorder(HookProvider):
 
 @lru_cache
 def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("strands-agents", "strands-sglang", "transformers")}
+    return {"strands-sglang": __version__, **{name: version(name) for name in ("strands-agents", "transformers")}}
 
 
 # --- to continue ---

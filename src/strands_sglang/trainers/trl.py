@@ -12,6 +12,7 @@ import base64
 import itertools
 import json
 import logging
+import math
 import pickle
 import queue
 import shutil
@@ -59,8 +60,8 @@ LOSSES: Mapping[str, Reduction] = {
 }
 """TRL's losses."""
 
-RunEpisode = Callable[[Any], Awaitable[Episode]]
-"""Async function that runs one episode of a prompt. Its `group` is replaced."""
+RunEpisode = Callable[[Any], Awaitable[Episode | Sequence[Episode]]]
+"""Async function that runs one episode of a prompt, or returns one and its forks. Their `group` is replaced."""
 
 OnGroup = Callable[[TrainingRows, Sequence[Episode]], None]
 """Function that receives the rows of a group, and all of its episodes."""
@@ -236,6 +237,8 @@ class AsyncGRPORollouts:
         version: int = 0,
         on_group: OnGroup | None = None,
         on_taken: OnTaken | None = None,
+        rows_per_episode: int = 1,
+        takes_turns: bool = False,
         **credit: Any,
     ) -> None:
         """Set up. Episodes start when the trainer calls `start`.
@@ -257,6 +260,9 @@ class AsyncGRPORollouts:
             on_group: Function that receives the rows and the episodes of each group, in the rollouts' thread, before
                 the trainer gets the rows.
             on_taken: Function that receives each row that the trainer takes, in the trainer's thread.
+            rows_per_episode: Rows that a call of `run_episode` makes, to plan `rows_per_step` with.
+            takes_turns: Whether the trainer takes `TrainingRow.advantages` from the rows of `on_taken`. TRL's own takes
+                one advantage per row, and rows whose turns differ are an error.
             **credit: Arguments of [`training_rows`][strands_sglang.credit.training_rows], such as `baseline` and
                 `max_tokens`, the trainer's `token_budget`.
 
@@ -270,6 +276,7 @@ class AsyncGRPORollouts:
         self.left_out: dict[str, int] = {}
         self._run_episode, self._prompts, self._weights = run_episode, iter(prompts), weights
         self._group_size, self._groups_in_flight = group_size, groups_in_flight
+        self._rows_per_group, self._takes_turns = group_size * rows_per_episode, takes_turns
         self._max_rows_waiting, self._rows_per_step = max_rows_waiting, rows_per_step
         self._max_staleness, self._credit = max_staleness, credit
         self._on_group = on_group
@@ -305,7 +312,7 @@ class AsyncGRPORollouts:
         """
         taken = 0
         if groups is not None and self._rows_per_step is not None:
-            taken = max(0, self._rows_per_step - groups * self._group_size)
+            taken = max(0, self._rows_per_step - groups * self._rows_per_group)
         self.rollout_buffer.taken = taken
 
     def update_model_version(self, model_version: int) -> None:
@@ -389,7 +396,7 @@ class AsyncGRPORollouts:
             return False
         if self._rows_per_step is None:
             return True
-        if taken + waiting + groups * self._group_size < self._rows_per_step:
+        if taken + waiting + groups * self._rows_per_group < self._rows_per_step:
             return True
         if groups or not is_starved:
             return False
@@ -419,7 +426,7 @@ class AsyncGRPORollouts:
         episodes = await _run_episodes(self._run_episode, prompt, number, self._group_size)
         rows = training_rows(episodes, **self._credit)
         refuse_images(rows, "TRL's sample")  # fails before the trainer gets any of the rows, as the next line does
-        advantages = [row.advantage for row in rows]
+        advantages = [math.nan if self._takes_turns else row.advantage for row in rows]
         if self._on_group is not None:
             self._on_group(rows, episodes)
         self._count(rows.counts)
@@ -689,5 +696,6 @@ def row_advantages(completions: Sequence[Any], row_advantage: Sequence[float], *
 
 async def _run_episodes(run_episode: RunEpisode, prompt: Any, number: int, size: int) -> list[Episode]:
     """Run the episodes of a prompt at once; the first exception cancels the others."""
-    episodes = await run_together(run_episode(prompt) for _ in range(size))
+    runs = await run_together(run_episode(prompt) for _ in range(size))
+    episodes = itertools.chain.from_iterable([run] if isinstance(run, Episode) else run for run in runs)
     return [replace(episode, group=number) for episode in episodes]

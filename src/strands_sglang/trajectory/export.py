@@ -11,7 +11,9 @@ from .tokens import Segment, TokenManager
 from .turn import Turn, TurnStatus
 
 
-def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool) -> list[tuple[Turn, TokenManager]]:
+def export_sequences(
+    turns: Sequence[Turn], *, discarded: bool, auxiliary: bool, trained: Mapping[int, int]
+) -> list[tuple[Turn, TokenManager]]:
     """Return the sequences from each root to each leaf, as pairs of leaf and sequence.
 
     They are ordered by their last call, with auxiliary and cut ones last. Every sampled token has loss mask 1 in
@@ -21,6 +23,7 @@ def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool)
         turns: All turns in the order of their calls.
         discarded: Whether to include answers that the agent threw away.
         auxiliary: Whether to include calls from outside the agents' loops.
+        trained: Number of sampled tokens that get loss mask 0 because they are trained elsewhere, by `Turn.index`.
     """
     shown = [
         turn
@@ -44,12 +47,14 @@ def export_sequences(turns: Sequence[Turn], *, discarded: bool, auxiliary: bool)
                 break
     leaves = [turn for turn in shown if id(turn) not in inner]
     leaves.sort(key=lambda leaf: (leaf.is_auxiliary, leaf.status is TurnStatus.CUT, leaf.index))
-    trained: dict[int, int] = {} if auxiliary else helpers_tokens(turns)
+    already = {id(turn): trained[turn.index] for turn in turns if turn.index in trained}
+    if not auxiliary:
+        already |= helpers_tokens(turns)
     sequences = []
     for leaf in leaves:
-        sequences.append((leaf, sequence_of(leaf, trained)))
+        sequences.append((leaf, sequence_of(leaf, already)))
         for turn, kept in leaf.steps():
-            trained[id(turn)] = max(kept, trained.get(id(turn), 0))
+            already[id(turn)] = max(kept, already.get(id(turn), 0))
     return sequences
 
 

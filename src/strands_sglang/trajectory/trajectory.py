@@ -636,15 +636,19 @@ class Trajectory:
         """
         return [sequence for _, sequence in self.branches(discarded=discarded, auxiliary=auxiliary)]
 
-    def branches(self, *, discarded: bool = False, auxiliary: bool = False) -> list[tuple[Turn, TokenManager]]:
+    def branches(
+        self, *, discarded: bool = False, auxiliary: bool = False, trained: Mapping[int, int] | None = None
+    ) -> list[tuple[Turn, TokenManager]]:
         """Return the same as `sequences`, as pairs of the last turn and the sequence. `turn.path()` has all its turns.
 
         Args:
             discarded: As for `sequences`.
             auxiliary: As for `sequences`.
+            trained: Number of sampled ids that get loss mask 0 because another trajectory with a copy of the turn
+                trains them, by `Turn.index`.
         """
         with self._lock:
-            return export_sequences(self._turns, discarded=discarded, auxiliary=auxiliary)
+            return export_sequences(self._turns, discarded=discarded, auxiliary=auxiliary, trained=trained or {})
 
     def latest_main_sequence(self, *, warn: bool = False) -> TokenManager:
         """Return the latest sequence of the main conversation, with its own full mask.

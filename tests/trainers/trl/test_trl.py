@@ -303,6 +303,23 @@ def test_a_group_with_a_refused_row_trains_none():
     assert rollouts.rollout_buffer.empty()
 
 
+def test_a_trainer_that_takes_turns_gets_trees_with_their_advantages():
+    first, second = versioned("7", "7"), versioned("7")
+    calls = iter([[replace(first, turn_rewards={0: 1.0}), second], versioned("7")])
+
+    async def run_episode(prompt):
+        return next(calls)
+
+    taken = []
+    rollouts = adapter.AsyncGRPORollouts(
+        run_episode, ["x"], NO_SERVER, group_size=2, takes_turns=True, on_taken=lambda sample, row: taken.append(row)
+    )
+    run_to_the_end(rollouts)
+    samples = [rollouts.rollout_buffer.get() for _ in range(3)]
+    assert all(math.isnan(sample.advantage) for sample in samples)
+    assert len({*itertools.compress(taken[0].advantages, taken[0].loss_mask)}) == 2
+
+
 def test_weights_of_before_the_first_push_are_version_0():
     rollouts = adapter.AsyncGRPORollouts(
         runner([versioned("default", "3"), versioned("2", "3"), versioned(None)]),

@@ -222,6 +222,13 @@ def test_a_row_that_is_being_taken_is_no_room_for_another_prompt():
         rollouts.stop()
 
 
+def test_the_room_for_prompts_counts_the_rows_of_their_trees():
+    rollouts = AsyncGRPORollouts(None, [], None, rows_per_step=8, group_size=2, groups_in_flight=9, rows_per_episode=2)
+    assert [rollouts._has_room(groups) for groups in range(4)] == [True, True, False, False]
+    rollouts.next_step(groups=1)
+    assert [rollouts._has_room(groups) for groups in range(2)] == [True, False]
+
+
 def grpo_rows(episodes):
     left = iter(episodes)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from ...credit import version_number
 from ...shown import counted
 from ...trajectory.turn import Turn
+from ...trees import sample_of
 from ..records import Group, Inspected, turns_of
 from .turns import Facts, trained_tokens
 
@@ -64,8 +66,15 @@ def check_repeated(group: Group) -> Iterator[Facts]:
     for name, count in names.items():
         if count > 1:
             yield {"kind": "trained-twice", "why": f"the file has {count} episodes of this id", "episode": name}
+    samples: set[Hashable] = set()
     for episode in group.episodes:
-        for turn in episode.turns:
+        own = [*map(sample_of, episode.turns)]
+        copies = len([*takewhile(samples.__contains__, own)])
+        samples.update(own)
+        is_fork = group.batch is not None and copies < len(
+            own
+        )  # the rows' masks tell where its first turns are trained
+        for turn in episode.turns[copies if is_fork else 0 :]:
             at: Facts = {"episode": episode.id, "turn": turn.index}
             request = "" if turn.generation is None else turn.generation.request_id
             before, earlier = requests.setdefault(request, (episode, turn)) if request else (episode, turn)
