@@ -22,6 +22,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -350,7 +351,8 @@ def turns_of(entries: Sequence[Entry]) -> tuple[list[Turn], dict[str, Any], dict
             new = {int(token_id): bytes.fromhex(piece) for token_id, piece in data["pieces"].items()}
             pieces.update(new)
             turns.pop(data["turn"]["index"], None)  # a part of the same answer
-            turns[data["turn"]["index"]] = decode_turn(data["turn"], entry.tensors, turns)
+            turn = turns[data["turn"]["index"]] = decode_turn(data["turn"], entry.tensors, turns)
+            turn.text = b"".join(map(pieces.get, turn.output_ids, repeat(b""))).decode(errors="replace")
             facts["result_notices"].update(data["result_notices"])
             facts["tool_parse_errors"] = data.get("tool_parse_errors", facts["tool_parse_errors"])
             facts["id"] = data["id"]

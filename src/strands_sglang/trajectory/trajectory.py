@@ -782,11 +782,7 @@ class Trajectory:
         """
         with reading(name):
             if is_journal(content):
-                trajectory = cls.of_entries([*read_entries(content)])
-                for turn in trajectory.turns:
-                    pieces = (trajectory.pieces.get(token_id, b"") for token_id in turn.output_ids)
-                    turn.text = b"".join(pieces).decode(errors="replace")
-                return trajectory
+                return cls.of_entries([*read_entries(content)])
             return cls._read(*decode_turns(content, changed_too=changed_too))
 
     @classmethod
