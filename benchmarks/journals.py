@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import random
 import statistics
 import sys
@@ -65,13 +66,16 @@ async def measure(rounds: int) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         seconds: dict[str | None, list[float]] = {None: [], folder: []}
-        for _ in range(rounds + 1):
-            for journal, taken in seconds.items():
+        for number in range(rounds + 1):
+            for journal in (None, folder) if number % 2 else (folder, None):
+                taken = seconds[journal]
+                gc.collect()
                 began = time.process_time()
                 result = await environment(journal).step(Action(message="Look."))
                 taken.append(time.process_time() - began)
         pairs = zip(seconds[None][1:], seconds[folder][1:], strict=True)
         shares = sorted(with_it / without - 1 for without, with_it in pairs)
+        result = await environment(folder).step(Action(message="Look."))
         turns = result.observation.trajectory.turns
         prompt, sampled = sum(len(turn.prompt_ids) for turn in turns), sum(len(turn.output_ids) for turn in turns)
         beyond = result.journal.path.stat().st_size - 4 * prompt - 12 * sampled

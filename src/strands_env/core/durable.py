@@ -7,7 +7,6 @@ are known. What a tool says of itself decides whether a call without a recorded 
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import platform
@@ -228,16 +227,16 @@ class Recorder(HookProvider):
         messages, known = self._agent.messages, self._messages
         same = 0
         for old, new in zip(known, messages, strict=False):
-            if old != new:  # a hook may change one in place
+            if old != new and old != encode_bytes_values(new):  # a hook may change one in place
                 break
             same += 1
         if same == len(messages) == len(known):
             return {}
-        known[same:] = copy.deepcopy(messages[same:])
+        known[same:] = encode_bytes_values(messages[same:])
         metrics = self._agent.event_loop_metrics
         data = {
             "at": same,
-            "messages": encode_bytes_values(known[same:]),
+            "messages": known[same:],
             "seconds": round(time.monotonic() - self._began, 3),
             "limiter": self._limiter.counts(),
             "cycles": metrics.cycle_count,
