@@ -491,6 +491,7 @@ class Environment(Identified):
 
         Raises:
             ValueError: The action's messages are invalid; names the message and the reason.
+            JournalError: `journal` is a file that holds an episode.
             CancelledError: The caller was cancelled. The episode has ended and is cleaned up; `last_result` holds what
                 was recorded.
         """
@@ -597,6 +598,8 @@ class Environment(Identified):
             return None
         is_file = self.journal.suffix == ".journal"
         if is_file and not content:
+            if self.journal.exists() and self.journal.stat().st_size:
+                raise JournalError(f"{self.journal}: the journal holds an episode: resume it, or delete the file")
             return Journal(self.journal)
         journal = Journal((self.journal.parent if is_file else self.journal) / f"{uuid.uuid4().hex}.journal")
         if content:
