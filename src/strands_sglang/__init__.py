@@ -23,7 +23,7 @@ from .exceptions import (
     TokenizerMismatchError,
 )
 from .model.model import SGLangModel
-from .outcomes import OUTCOMES, Outcome, RewardRule, TerminationReason, outcome_of, termination_reason
+from .outcomes import MAY_CONTINUE, OUTCOMES, Outcome, RewardRule, TerminationReason, outcome_of, termination_reason
 from .tool_limiter import (
     LoopLimiter,
     LoopLimitReachedError,
@@ -42,6 +42,7 @@ from .trajectory.trajectory import Trajectory
 from .trajectory.turn import Turn, TurnStatus
 
 __all__ = [
+    "MAY_CONTINUE",
     "OUTCOMES",
     "EpisodeInterruptedError",
     "Journal",

@@ -29,7 +29,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .outcomes import OUTCOMES, RewardRule, TerminationReason
+from .outcomes import MAY_CONTINUE, OUTCOMES, RewardRule, TerminationReason
 from .reasons import Reason
 from .trajectory.journal import Journal
 from .trajectory.storage import TrajectoryFileError, pack, read_fields, reading, unpack, write_file
@@ -238,7 +238,10 @@ class TrainingRows(Sequence[TrainingRow]):
         return iter(self.rows)
 
     def acknowledge(self) -> None:
-        """Delete the journals of the batch's episodes. Call it once the step that trained them is done."""
+        """Delete the journals of the batch's episodes, but not of those that can be resumed.
+
+        Call it once the step that trained them is done.
+        """
         for journal in self.journals:
             journal.acknowledge()
 
@@ -721,7 +724,9 @@ def training_rows(
             }
             for episode in batch
         },
-        journals=[episode.journal for episode in batch if episode.journal is not None],
+        journals=[
+            episode.journal for episode in batch if episode.journal is not None and episode.outcome not in MAY_CONTINUE
+        ],
     )
 
 

@@ -134,6 +134,11 @@ Two cases depend on more than the reason: no token was sampled, or the trainer d
 [`outcome_of`][strands_sglang.outcome_of] includes them.
 """
 
+MAY_CONTINUE = frozenset(
+    {TerminationReason.ABORTED, TerminationReason.CANCELLED, TerminationReason.INFRASTRUCTURE_ERROR}
+)
+"""Outcomes after which an episode with a journal can be resumed: only the machines or the caller ended it."""
+
 _BY_STOP_REASON: dict[str, TerminationReason] = {
     "end_turn": TerminationReason.TASK_COMPLETE,
     "stop_sequence": TerminationReason.TASK_COMPLETE,

@@ -12,6 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -22,18 +23,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic_core import to_jsonable_python
 from strands import Agent, Snapshot
 from strands.hooks import HookOrder, HookProvider, HookRegistry
-from strands.hooks.events import AfterToolCallEvent, AgentInitializedEvent, BeforeToolCallEvent
+from strands.hooks.events import AfterToolCallEvent, AgentInitializedEvent, BeforeModelCallEvent, BeforeToolCallEvent
 from strands.types.content import Message
 from strands.types.session import decode_bytes_values, encode_bytes_values
 from strands.types.tools import AgentTool, ToolResult, ToolUse
 from typing_extensions import override
 
 from strands_sglang import (
+    MAY_CONTINUE,
     EpisodeInterruptedError,
     Journal,
     JournalError,
+    JournalInUseError,
     SGLangModel,
-    TerminationReason,
     ToolLimiter,
     Trajectory,
     Turn,
@@ -61,13 +63,6 @@ Effect = Literal["pure", "idempotent", "once"]
 
 ForkPoints = Literal["all", "none"] | int
 """After which tool iterations the environment's state is kept: all, none, or every n-th."""
-
-_MAY_CONTINUE = (
-    TerminationReason.ABORTED,
-    TerminationReason.CANCELLED,
-    TerminationReason.INFRASTRUCTURE_ERROR,
-)
-"""Outcomes after which an episode can be resumed: nothing but the machines ended it."""
 
 T = TypeVar("T")
 
@@ -120,14 +115,17 @@ class Recorder(HookProvider):
     Attributes:
         journal: The journal.
         trajectory: The episode's trajectory; None for models that record none.
+        lost: Why the journal does not protect the episode any longer; None while it does.
+        is_resumable: Whether the journal is the episode's own, and ends where the episode does.
     """
 
     def __init__(self, journal: Journal, environment: Environment) -> None:
         """Create the recorder; `begin` starts it."""
         self.journal = journal
         self.trajectory: Trajectory | None = None
+        self.lost: JournalError | None = None
+        self.is_resumable = True
         self._environment = environment
-        self._is_lost = False
 
     def begin(self, attempt: int, action: Action, point: Checkpoint | None, limiter: ToolLimiter) -> None:
         """Begin an attempt at an episode, or continue one.
@@ -139,8 +137,10 @@ class Recorder(HookProvider):
             limiter: The limiter of its agent.
 
         Raises:
-            JournalError: Another one writes the journal, or it cannot be written and must be.
+            JournalInUseError: Another one writes the journal.
+            JournalError: It cannot be written, and must be.
         """
+        self.trajectory, self.lost, self.is_resumable = None, None, True
         self._began = time.monotonic()
         self._turns = TurnWriter(self._write_turn)
         self._limiter = limiter
@@ -156,6 +156,16 @@ class Recorder(HookProvider):
             self._began -= point.seconds
             self._turns.continue_with(point.trajectory)
         self._write("writer", {"host": platform.node(), "process": os.getpid()}, {})
+        self.check()
+
+    def check(self, event: Any = None) -> None:
+        """End an episode that is not protected any longer, if it must be.
+
+        Raises:
+            JournalError: Why it is not.
+        """
+        if self.lost is not None and self._environment.journal_required:
+            raise self.lost
 
     def _write_beginning(self, attempt: int, action: Action) -> None:
         environment = self._environment
@@ -164,7 +174,7 @@ class Recorder(HookProvider):
             logger.warning("why=<%s> | episodes can be read in their journals, but not resumed", why_not)
         begun = {
             "attempt": attempt,
-            "action": encode_bytes_values(action.model_dump()),
+            "action": encode_bytes_values(action.model_dump(serialize_as_any=True)),
             "environment": environment.identity(),
             "restart_only": why_not,
             "packages": _versions(),
@@ -185,18 +195,18 @@ class Recorder(HookProvider):
 
     def end(self, result: StepResult) -> None:
         """Write how the episode ended, with its result, unless it may continue."""
-        if result.termination_reason in _MAY_CONTINUE:
+        if self.trajectory is not None:
+            self.trajectory.on_record = None
+        if result.termination_reason in MAY_CONTINUE:
             return
         end = None if self.trajectory is None else self.trajectory.end
         left_out = {"observation": {"messages", "tokens", "trajectory"}}
-        dumped = to_jsonable_python(result.model_dump(exclude=left_out), fallback=str)
+        try:
+            dumped = to_jsonable_python(result.model_dump(exclude=left_out), fallback=str, bytes_mode="base64")
+        except Exception as error:  # what metrics hold is the environment's
+            self._lose(error)
+            return
         self._write("end", {"end": None if end is None else asdict(end), "result": dumped}, {})
-
-    def close(self) -> None:
-        """Let others have the journal."""
-        if self.trajectory is not None:
-            self.trajectory.on_record = None
-        self.journal.close()
 
     def _write_turn(self, kind: str, data: dict[str, Any], tensors: Mapping[str, Any]) -> None:
         self._write(kind, {**data, "call": _call.get()}, tensors)
@@ -205,20 +215,32 @@ class Recorder(HookProvider):
         """Write an entry, with the agent's new messages and what has changed of earlier turns.
 
         Raises:
-            JournalError: It cannot be written, and the environment's episodes must be protected.
+            JournalInUseError: Another one writes the journal.
         """
-        if self._is_lost:
+        if self.lost is not None:
             return
         try:
-            data = {**data, **self._new_messages()}
-            if self.trajectory is not None and kind != "turn":
-                data["changed"] = self._turns.changed(self.trajectory.turns)
-            self.journal.append(kind, data, tensors)
+            # Sub-agents record their turns in threads of tools.
+            with nullcontext() if self.trajectory is None else self.trajectory.lock:
+                data = {**data, **self._new_messages()}
+                if self.trajectory is not None and kind != "turn":
+                    data["changed"] = self._turns.changed(self.trajectory.turns)
+                self.journal.append(kind, data, tensors)
+        except JournalInUseError as error:
+            self.lost, self.is_resumable = error, False
+            raise
         except (JournalError, TypeError, ValueError) as error:
-            self._is_lost = True
-            if self._environment.journal_required:
-                raise JournalError(f"the episode cannot be protected: {error}") from error
-            logger.warning("error=<%s> | from here on this episode is not protected by its journal", error)
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        self.lost = JournalError(f"the episode cannot be protected: {error}")
+        if self._environment.journal_required:  # the episode ends, and can be resumed from here
+            return
+        logger.warning("error=<%s> | from here on this episode is not protected by its journal", error)
+        self.is_resumable = False  # it continues without the journal
+        self.journal.close()
+        with suppress(OSError):
+            self.journal.path.replace(self.journal.path.with_suffix(".lost"))
 
     def _new_messages(self) -> dict[str, Any]:
         """Return the messages that are new, or that differ from the written ones."""
@@ -254,6 +276,7 @@ class Recorder(HookProvider):
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
         """Register after the hooks that decide about calls."""
         registry.add_callback(AgentInitializedEvent, self._know)
+        registry.add_callback(BeforeModelCallEvent, self.check)
         registry.add_callback(BeforeToolCallEvent, self._before_tool, order=HookOrder.SDK_LAST)
         registry.add_callback(AfterToolCallEvent, self._after_tool, order=HookOrder.SDK_FIRST)
 
@@ -261,6 +284,7 @@ class Recorder(HookProvider):
         self._agent = event.agent
 
     def _before_tool(self, event: BeforeToolCallEvent) -> None:
+        self.check()
         if event.cancel_tool or event.selected_tool is None:
             return
         use, tool = event.tool_use, event.selected_tool
@@ -275,7 +299,7 @@ class Recorder(HookProvider):
             return
         self._running.add(use["toolUseId"])
         self._has_changed |= effect != "pure"
-        self._write("tool", {"call": use["toolUseId"], "name": use["name"], "effect": effect}, {})
+        self._write("tool", {"call": use["toolUseId"], "name": tool.tool_name, "effect": effect}, {})
 
     async def _after_tool(self, event: AfterToolCallEvent) -> None:
         use_id = event.tool_use["toolUseId"]
@@ -288,15 +312,19 @@ class Recorder(HookProvider):
             self._iterations += 1
             points = self._environment.fork_points
             if points == "all" or (points != "none" and self._iterations % points == 0):
+                self._has_changed = False
                 state, tensors = await self._state()
                 data |= state
-                self._has_changed = False
         self._write("result", data, tensors)
 
     async def _state(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
         if self._environment.restart_only is not None:
             return {}, {}
-        state = await invoke(self._environment.save_state)
+        try:
+            state = await invoke(self._environment.save_state)
+        except Exception as error:
+            self._lose(error)
+            return {}, {}
         if isinstance(state, bytes):
             return {"state": None}, {"state": memoryview(state)}
         return {"state": encode_bytes_values(state)}, {}
@@ -328,7 +356,8 @@ class Checkpoint:
         counts: What the agent and its limiter have counted.
         state: The environment's own state.
         results: Results of the calls of the last message that have ended, by toolUseId.
-        repeated: Ids of the calls that have ended since the state was kept, and that changed it.
+        repeated: Names of the tools of calls that have ended since the state was kept, and that changed it, by
+            toolUseId.
         asked_again: Answers to sub-agents in calls that had not ended: the calls run again, and ask again.
         interrupted: Why it cannot continue although its environment can; None if it can.
         result: The result of the episode, if it has ended.
@@ -347,7 +376,7 @@ class Checkpoint:
     counts: Mapping[str, Any] = field(default_factory=dict)
     state: Any = None
     results: dict[str, ToolResult] = field(default_factory=dict)
-    repeated: list[str] = field(default_factory=list)
+    repeated: dict[str, str] = field(default_factory=dict)
     asked_again: list[Turn] = field(default_factory=list)
     interrupted: str | None = None
     result: dict[str, Any] | None = None
@@ -378,24 +407,33 @@ class Checkpoint:
         metrics.accumulated_usage.update(self.counts["usage"])
         metrics.accumulated_metrics.update(self.counts["latency"])
 
-    async def repeat_calls(self, agent: Agent) -> None:
+    async def repeat_calls(self, agent: Agent, seconds: float | None) -> None:
         """Run the calls again that have changed the environment's state since it was kept; their results stay.
 
         Args:
             agent: The new agent.
-        """
-        uses = chain.from_iterable(tool_uses([message]) for message in self.messages)
-        for use in uses:
-            if use["toolUseId"] in self.repeated:
-                tool = agent.tool_registry.registry[use["name"]]
-                async for _ in tool.stream(use, {"agent": agent}):
-                    pass
+            seconds: Time limit of each call; None for no limit.
 
-    def step_result(self) -> StepResult:
-        """Return the result of an episode that has ended."""
+        Raises:
+            JournalError: A tool is not registered any longer.
+        """
+        uses = {use["toolUseId"]: use for message in self.messages for use in tool_uses([message])}
+        for use_id, name in self.repeated.items():
+            tool = agent.tool_registry.registry.get(name)
+            if tool is None or use_id not in uses:
+                raise JournalError(f"the call {use_id} of the tool {name!r} cannot run again: there is no such tool")
+            async for _ in ContainedTool(tool, seconds).stream(uses[use_id], {"agent": agent}):
+                pass
+
+    def step_result(self, history_length: int) -> StepResult:
+        """Return the result of an episode that has ended.
+
+        Args:
+            history_length: Number of messages that are not part of its observation.
+        """
         result = StepResult.model_validate(self.result)
-        result.observation.messages = self.messages
-        result.observation.trajectory = self.trajectory
+        result.observation.messages = self.messages[history_length:]
+        result.observation.trajectory = self.trajectory if len(self.trajectory) else None
         sequence = self.trajectory.latest_main_sequence()
         result.observation.tokens = TokenObservation.from_token_manager(sequence)
         return result
@@ -435,7 +473,8 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     effects: dict[str, Effect] = {}
     names: dict[str, str] = {}
     callers: dict[int, str] = {}
-    repeated: list[str] = []
+    open_calls: dict[str, None] = {}
+    repeated: dict[str, str] = {}
     unseen: int | None = None
     for at, entry in enumerate(entries[begin : end + 1], begin):
         data = entry.data
@@ -457,10 +496,13 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
                 unseen = at
         elif entry.kind == "tool":
             effects[data["call"]], names[data["call"]] = data["effect"], data["name"]
+            open_calls[data["call"]] = None
+            point.results.pop(data["call"], None)  # a hook runs it once more
         elif entry.kind == "result":
             point.results[data["call"]] = decode_bytes_values(data["result"])
+            open_calls.pop(data["call"], None)
             if effects[data["call"]] != "pure":
-                repeated.append(data["call"])
+                repeated[data["call"]] = names[data["call"]]
         elif entry.kind == "end":
             point.result = data["result"]
         if "state" in data:
@@ -479,13 +521,15 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     ended = {*point.results, *chain.from_iterable(map(_results_in, point.messages))}
     inside = [turn for turn in point.trajectory.turns if callers.get(turn.index, None) not in (None, *ended)]
     point.asked_again = [turn for turn in inside if turn.is_answered]
-    for use_id, effect in effects.items():
-        if effect == "once" and (use_id not in point.results or use_id in point.repeated):
-            what = "its end" if use_id not in point.results else "the environment's state after it"
+    for use_id in (*open_calls, *point.repeated):
+        if effects[use_id] == "once":
+            what = "its end" if use_id in open_calls else "the environment's state after it"
             point.interrupted = (
                 f"{journal}: the call {use_id} of the tool {names[use_id]!r} has begun, {what} is not recorded, and it "
                 "must not run twice"
             )
+    waiting = {use["toolUseId"] for use in tool_uses(point.messages)}  # a provider may use an id again
+    point.results = {use_id: result for use_id, result in point.results.items() if use_id in waiting}
     return point
 
 

@@ -53,6 +53,7 @@ from strands_sglang import (
     TerminationReason,
     ToolLimiter,
     Trajectory,
+    TrajectoryFileError,
     termination_reason,
 )
 
@@ -151,7 +152,7 @@ class EpisodeHooks(HookProvider):
             recorded: Results of calls that have ended before, by toolUseId; they do not run again.
         """
         self._budgets = budgets
-        self._recorded = recorded or {}
+        self._recorded = dict(recorded or {})
         self.limiter = ToolLimiter(
             max_tool_iters=budgets.max_tool_iterations,
             max_tool_calls=budgets.max_tool_calls,
@@ -188,7 +189,7 @@ class EpisodeHooks(HookProvider):
 
     def _check_call(self, event: BeforeToolCallEvent) -> None:
         limit = self._exceeded_limit(event)
-        recorded = self._recorded.get(event.tool_use["toolUseId"])
+        recorded = None if limit is not None else self._recorded.pop(event.tool_use["toolUseId"], None)
         if limit is not None:
             event.cancel_tool = f"This tool call was not run: at most {limit} may be made."
         elif event.selected_tool is not None and recorded is not None:
@@ -451,9 +452,13 @@ class Environment(Identified):
     @property
     def restart_only(self) -> str | None:
         """Why an episode cannot continue elsewhere, so that it can only start again; None if it can."""
-        if type(self).reset is Environment.reset or type(self).save_state is not Environment.save_state:
+        depths = {
+            name: next(depth for depth, cls in enumerate(type(self).__mro__) if name in vars(cls))
+            for name in ("reset", "save_state", "load_state")
+        }
+        if max(depths["save_state"], depths["load_state"]) <= depths["reset"]:
             return None
-        return f"{type(self).__name__} has a reset, but no save_state and load_state"
+        return f"{type(self).__name__} has a reset, but no save_state and load_state of its own"
 
     def tool_effect(self, tool: AgentTool) -> Effect:
         """Return what calls of a tool change, which decides whether one that was interrupted may run again.
@@ -505,8 +510,8 @@ class Environment(Identified):
         not happen twice. Of an episode that has ended, the recorded result is returned.
 
         Args:
-            journal: A journal, or a folder of them, which are resumed one after the other. Those in which no episode
-                has begun are left out.
+            journal: A journal, or a folder of them, which are resumed one after the other. Those that cannot be
+                resumed are left out, with a warning.
 
         Returns:
             The episodes, in the order of the files' names.
@@ -518,10 +523,17 @@ class Environment(Identified):
             TrajectoryFileError: The journal is damaged, or has an unknown version.
         """
         path = Path(journal)
-        # A process that died before its episode began leaves an empty file.
-        begun = (file for file in path.glob("*.journal") if file.stat().st_size)
-        files = sorted(begun) if path.is_dir() else [path]
-        return [await self._resume(Journal(file)) for file in files]
+        if not path.is_dir():
+            return [await self._resume(Journal(path))]
+        results = []
+        for file in sorted(path.glob("*.journal")):
+            if not file.stat().st_size:  # its process died before an episode began
+                continue
+            try:
+                results.append(await self._resume(Journal(file)))
+            except (JournalError, TrajectoryFileError) as error:
+                logger.warning("error=<%s> | a journal is left as it is", error)
+        return results
 
     async def fork(self, source: StepResult | str | Path, turn: int, k: int = 1) -> list[StepResult]:
         """Continue an episode k times from before one of its model calls, which each continuation makes again.
@@ -541,7 +553,11 @@ class Environment(Identified):
         Raises:
             JournalError: The episode cannot be continued from there; says why.
             TrajectoryFileError: The journal is damaged, or has an unknown version.
+            OSError: It cannot be read.
+            ValueError: `k` is less than 1.
         """
+        if k < 1:
+            raise ValueError(f"k must be at least 1, not {k!r}")
         kept = source.journal if isinstance(source, StepResult) else Journal(source)
         if kept is None:
             raise JournalError("the episode has no journal to fork: give its environment a journal")
@@ -567,14 +583,19 @@ class Environment(Identified):
             raise
         if point.result is not None:
             journal.close()
-            result = point.step_result()
+            result = point.step_result(read_conversation(Action(**point.action)).history_length)
             result.journal = journal
             return result
         return await self._run(Action(**point.action), journal, point)
 
     def _checkpoint(self, journal: Journal, turn: int | None = None) -> Checkpoint:
         """Read where an episode of this environment continues; see `checkpoint`."""
-        point = checkpoint(journal, turn)
+        try:
+            point = checkpoint(journal, turn)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, TrajectoryFileError):
+                raise
+            raise JournalError(f"{journal}: the journal holds no episode of an environment: {error!r:.200}") from error
         here = json.loads(json.dumps(self.identity(), default=str))
         for name in {**here, **point.environment}:
             recorded, own = point.environment.get(name), here.get(name)
@@ -609,8 +630,12 @@ class Environment(Identified):
     async def _run(self, action: Action, journal: Journal | None, point: Checkpoint | None) -> StepResult:
         conversation = read_conversation(action)
         supervisor = Supervisor()
-        recorder = None if journal is None else Recorder(journal, self)
-        return await supervisor.run(self._step(action, conversation, supervisor, recorder, point))
+        if journal is None:
+            return await supervisor.run(self._step(action, conversation, supervisor, None, point))
+        try:
+            return await supervisor.run(self._step(action, conversation, supervisor, Recorder(journal, self), point))
+        finally:
+            journal.close()
 
     async def _step(
         self,
@@ -665,6 +690,8 @@ class Environment(Identified):
                 end: Any = await supervisor.within(seconds, self._run_agent(episode), what="the episode")
             except BaseException as error:
                 end = _end_of(error, supervisor)
+            if recorder is not None and recorder.lost is not None and self.journal_required:
+                end = recorder.lost
             result = await self._result(episode, end, supervisor)
             with new_trajectory(episode.model):  # for a judge that calls the same model
                 await _add_reward(self.reward_fn, action, result, supervisor, self.reward_timeout)
@@ -678,12 +705,10 @@ class Environment(Identified):
                 )
             if recorder is not None:
                 recorder.end(result)
-                result.journal = recorder.journal
+                result.journal = recorder.journal if recorder.is_resumable else None
             self.last_result = result
             return result
         finally:
-            if recorder is not None:
-                recorder.close()
             try:
                 await supervisor.within(
                     self.cleanup_timeout, self._clean_up(episode), what="cleanup", uninterrupted=True, outcome=result
@@ -696,7 +721,10 @@ class Environment(Identified):
         await invoke(self.reset, grace=RECANCEL_AFTER)  # `cleanup` releases what it has acquired
         recorder, point = episode.recorder, episode.point
         if point is not None and point.state is not None:
-            await invoke(self.load_state, point.state)
+            try:
+                await invoke(self.load_state, point.state)
+            except Exception as error:
+                raise JournalError(f"the environment's state cannot be restored: {_format_error(error)}") from error
         elif recorder is not None:  # the process may have died before it was kept
             await recorder.keep_state()
         await take_turn()
@@ -734,7 +762,7 @@ class Environment(Identified):
             if point is not None:
                 point.restore(episode.agent, episode.hooks.limiter)
                 with new_trajectory(model):  # the turns of sub-agents are recorded
-                    await point.repeat_calls(episode.agent)
+                    await point.repeat_calls(episode.agent, self.budgets.tool_timeout)
             return await self._invoke(episode)
 
     async def _invoke(self, episode: _Running) -> AgentResult:
@@ -754,8 +782,10 @@ class Environment(Identified):
         if episode.point is not None and episode.point.messages:
             messages = None
             tools_first = bool(tool_uses(agent.messages))
-            if not tools_first:  # as if an invocation had ended between two turns
-                result = AgentResult("limit_turns", agent.messages[-1], agent.event_loop_metrics, {})
+            if not tools_first:  # as if an invocation had ended here
+                last = agent.messages[-1]
+                stop_reason: Any = "limit_turns" if last["role"] == "user" else "end_turn"
+                result = AgentResult(stop_reason, last, agent.event_loop_metrics, {})
         while True:
             if result is not None:
                 if result.stop_reason in ("end_turn", "stop_sequence"):

@@ -59,7 +59,7 @@ import orjson
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field
 
-from strands_sglang import TerminationReason, Trajectory
+from strands_sglang import MAY_CONTINUE, TerminationReason, Trajectory
 
 from ..core.types import Action, Observation, RewardResult, StepResult, TaskContext, TokenObservation
 
@@ -446,8 +446,8 @@ class Storage:
 
         place = await (self._results if sample.is_finished else self._failures).append(line)
         _leave_tokens(sample, place)
-        if sample.is_finished or sample.step_result.termination_reason is TerminationReason.INTERRUPTED:
-            journal_file(self.path, sample.key).unlink(missing_ok=True)  # its episode does not continue
+        if sample.step_result.termination_reason not in MAY_CONTINUE:
+            journal_file(self.path, sample.key).unlink(missing_ok=True)
 
     async def note(self, status: Status) -> None:
         """Write what the evaluation does now, for `watch`. What cannot be written is left out."""

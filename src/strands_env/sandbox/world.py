@@ -635,7 +635,7 @@ class World:
             await self._with_files({"do": "pack_layer", "path": "its files"}, writes)
         finally:
             content = await packing
-        return gzip.compress(content, 1)
+        return await in_thread(gzip.compress, content, 1)
 
     async def apply(self, changes: bytes) -> None:
         """Make the changes of another world with the same image; see `changes`.

@@ -23,6 +23,7 @@ from weakref import finalize
 
 from strands.types.content import Messages
 
+from ..exceptions import JournalError
 from .journal import Journal, JournalInUseError, TurnWriter
 from .storage import TrajectoryFileError
 from .trajectory import Trajectory
@@ -45,11 +46,13 @@ class _Keeper:
         journal: The journal.
         names: Its name, and that of the journal that it copies.
         earlier: Turns that were recorded before.
+        is_lost: Whether it could not be written.
     """
 
     journal: Journal
     names: set[str] = field(default_factory=set)
     earlier: list[Turn] = field(default_factory=list)
+    is_lost: bool = False
 
     def __post_init__(self) -> None:
         self.names.add(self.journal.path.stem)
@@ -57,9 +60,15 @@ class _Keeper:
         finalize(self, self.journal.close)
 
     def __call__(self, turn: Turn) -> None:
-        while self.earlier:  # only now their vocabulary is known
-            self.writer.add(self.earlier.pop(0))
-        self.writer.add(turn)
+        if self.is_lost:
+            return
+        try:
+            while self.earlier:  # only now their vocabulary is known
+                self.writer.add(self.earlier.pop(0))
+            self.writer.add(turn)
+        except JournalError as error:
+            self.is_lost = True
+            logger.warning("error=<%s> | from here on a restored agent's tokens are rendered", error)
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ class Sessions:
             model_state: Strands' argument of that name, a dictionary that may be written to.
         """
         keeper = trajectory.on_record
-        if isinstance(keeper, _Keeper) and isinstance(model_state, dict):
+        if isinstance(keeper, _Keeper) and not keeper.is_lost and isinstance(model_state, dict):
             model_state[_STATE_KEY] = f"{keeper.journal.path.stem}-{keeper.journal.end}"
 
     def _journal(self, name: str | None = None) -> Journal:

@@ -20,6 +20,7 @@ import threading
 import uuid
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -596,6 +597,11 @@ class Trajectory:
             ids = set(tool_use_ids)
             answered = (turn for turn in reversed(self._turns) if turn.answer_key is not None)
             return next((turn for turn in answered if ids <= {call["toolUseId"] for call in turn.tool_calls}), None)
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while a turn is recorded, `on_record` included; may be taken again by its holder."""
+        return self._lock
 
     @property
     def id(self) -> str:

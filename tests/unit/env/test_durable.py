@@ -12,7 +12,7 @@ from strands import tool
 from strands.hooks import HookProvider
 from strands.hooks.events import AfterModelCallEvent, BeforeModelCallEvent
 
-from strands_env.core import Action, Environment, TerminationReason, has_effect
+from strands_env.core import Action, Environment, TaskContext, TerminationReason, has_effect
 from strands_env.environments import WorldEnvironment
 from strands_env.eval import Evaluator
 from strands_sglang import Journal, JournalError, SGLangModel, Trajectory
@@ -401,7 +401,10 @@ async def test_an_episode_continues_on_a_full_disk_and_says_once_that_it_is_not_
     assert (result.termination_reason, result.reward.reward) == (TerminationReason.TASK_COMPLETE, 1.0)
     said = [record.message for record in caplog.records if "not protected" in record.message]
     assert len(said) == 1 and "the journal cannot be written" in said[0]
-    assert Journal(result.journal.path).entries()  # whole ones
+    assert result.journal is None
+    (left,) = tmp_path.iterdir()  # no one resumes it: what happened since would happen twice
+    assert left.suffix == ".lost" and Journal(left).entries()
+    assert await environment.resume(tmp_path) == []
 
 
 async def test_an_episode_that_must_be_protected_ends_on_a_full_disk(chatml_tokenizer, tmp_path):
@@ -565,15 +568,13 @@ async def test_a_state_that_no_file_can_hold_is_said_once_and_ends_nothing(chatm
         assert sum("not protected" in record.message for record in caplog.records) == 1
 
 
-async def test_a_file_that_is_no_journal_is_not_written_and_a_missing_one_is_not_made(
-    chatml_tokenizer, tmp_path, caplog
-):
+async def test_a_file_that_is_no_journal_is_not_written_and_a_missing_one_is_not_made(chatml_tokenizer, tmp_path):
     path = tmp_path / "a.journal"
     path.write_bytes(b"something else")
     environment, _ = counter(chatml_tokenizer, path)
-    result = await environment.step(ASK)
-    assert result.termination_reason is TerminationReason.TASK_COMPLETE
-    assert path.read_bytes() == b"something else" and "begins with b'something else'" in caplog.text
+    with pytest.raises(JournalError, match="the journal holds an episode"):
+        await environment.step(ASK)
+    assert path.read_bytes() == b"something else"
     with pytest.raises(FileNotFoundError):
         await environment.resume(tmp_path / "missing.journal")
     assert not (tmp_path / "missing.journal").exists()
@@ -727,3 +728,103 @@ async def test_a_call_with_a_recorded_result_is_not_open_after_a_second_kill(cha
             is_interrupted = resumed.termination_reason is TerminationReason.INTERRUPTED
             assert is_interrupted == bool(begun - ended), (first, second)
             assert len(effects) <= 1
+
+
+# --- what an environment's own code breaks ---
+
+
+async def test_a_state_that_cannot_be_saved_costs_the_protection_and_not_the_result_of_the_tool(
+    chatml_tokenizer, tmp_path
+):
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    plain, _ = counter(chatml_tokenizer, None)
+    saved = []
+
+    async def save_state():
+        saved.append(1)
+        if len(saved) > 1:
+            raise OSError("no room")
+        return {"total": 0}
+
+    environment.save_state = save_state
+    result = await environment.step(ASK)
+    assert facts_of(result) == facts_of(await plain.step(ASK))
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lost"]
+
+
+@pytest.mark.parametrize("value", [b"\xff", object()], ids=["bytes", "object"])
+async def test_metrics_of_any_kind_end_the_episode_as_without_a_journal(chatml_tokenizer, tmp_path, value):
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    environment.compute_metrics = lambda observation: {"mine": value}
+    result = await environment.step(ASK)
+    assert result.reward.reward == 1.0
+    (again,) = await environment.resume(tmp_path)
+    assert again.reward == result.reward
+
+
+async def test_each_attempt_is_protected_although_one_was_not(chatml_tokenizer, tmp_path):
+    environment, _ = counter(chatml_tokenizer, tmp_path, retries=1, retry_delay=0.001, journal_required=True)
+    failing, append = iter([True]), Journal.append
+
+    def once(journal, kind, *arguments):
+        if kind == "result" and next(failing, False):
+            raise JournalError("no room")
+        append(journal, kind, *arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Journal, "append", once)
+        result = await environment.step(ASK)
+    assert result.observation.metrics["attempts"] == 2
+    kinds = [entry.kind for entry in result.journal.entries()]
+    assert (kinds.count("attempt"), kinds[-1]) == (2, "end")
+
+
+async def test_a_state_that_cannot_be_loaded_leaves_the_episode_to_be_resumed(chatml_tokenizer, tmp_path, dying):
+    whole = await counter(chatml_tokenizer, tmp_path / "whole")[0].step(ASK)
+    path = await killed_at(6, tmp_path / "killed", chatml_tokenizer, dying)
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    load_state, environment.load_state = environment.load_state, None
+    (failed,) = await environment.resume(path)
+    assert failed.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
+    assert "the environment's state cannot be restored" in failed.error
+    environment.load_state = load_state
+    (resumed,) = await environment.resume(path)
+    assert facts_of(resumed) == facts_of(whole)
+
+
+async def test_the_result_of_an_ended_episode_is_as_it_was(chatml_tokenizer, tmp_path):
+    class Secret(TaskContext):
+        secret: str = ""
+
+    history = [{"role": "user", "content": "Before?"}, {"role": "assistant", "content": "Yes."}]
+    context = Secret(id="count", ground_truth="done", conversation_history=history, secret="kept")
+    environment, _ = counter(chatml_tokenizer, tmp_path, answers=["All done."])
+    result = await environment.step(Action(message="Count.", task_context=context))
+    (again,) = await environment.resume(tmp_path)
+    assert again.observation.messages == result.observation.messages
+    begun = next(entry for entry in result.journal.entries() if entry.kind == "attempt")
+    assert begun.data["action"]["task_context"]["secret"] == "kept"
+
+
+async def test_a_folder_is_resumed_around_journals_that_cannot_be(chatml_tokenizer, tmp_path, dying, caplog):
+    path = await killed_at(6, tmp_path, chatml_tokenizer, dying)
+    (tmp_path / "0.journal").write_bytes(b"something else")
+    environment, _ = counter(chatml_tokenizer, tmp_path)
+    (result,) = await environment.resume(tmp_path)
+    assert result.journal.path == path and "a journal is left as it is" in caplog.text
+
+
+def test_a_state_of_a_base_class_is_not_that_of_a_subclass_with_its_own_reset():
+    class Further(Counter):
+        async def reset(self):
+            await super().reset()
+
+    class Whole(Further):
+        async def save_state(self):
+            return None
+
+        async def load_state(self, state):
+            pass
+
+    assert "has a reset, but no save_state" in Further(None).restart_only
+    assert Counter(None).restart_only is Whole(None).restart_only is Environment(None).restart_only is None
