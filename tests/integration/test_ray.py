@@ -237,11 +237,11 @@ async def test_an_actor_that_dies_while_it_runs_nothing_costs_no_try(cluster):
     prompts = name_prompts(tasks(1))
     executor = RayExecutor(episodes_per_actor=4, tries=1, actor_options=ONE_PER_NODE)
     async with executor.start(episodes, prompts, 4) as runner:
-        first = (await runner.run(prompts[0])).result
+        first = (await runner.run(prompts[0], "sample")).result
         os.kill(first.observation.metrics["pid"], signal.SIGKILL)
         assert has_ended(first.observation.metrics["pid"])
         await asyncio.wrap_future(runner._handles[0].node.remote().future())  # Ray has started it again
-        second = (await runner.run(prompts[0])).result
+        second = (await runner.run(prompts[0], "sample")).result
     assert second.reward.reward == 1.0
     assert second.observation.metrics["pid"] != first.observation.metrics["pid"]
 
@@ -259,13 +259,13 @@ async def test_an_actor_lost_with_a_cancelled_sample_takes_no_other_until_it_is_
     (prompt,) = name_prompts(tasks(1))
     executor = RayExecutor(episodes_per_actor=4, tries=1, actor_options=ONE_PER_NODE)
     async with executor.start(episodes, [prompt], 4) as runner:
-        running = asyncio.ensure_future(runner.run(prompt))
+        running = asyncio.ensure_future(runner.run(prompt, "sample"))
         await until(lambda: list(tmp_path.iterdir()), running)
         running.cancel()
         os.kill(int(next(tmp_path.iterdir()).name), signal.SIGKILL)
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert (await runner.run(prompt)).result.reward.reward == 1.0
+        assert (await runner.run(prompt, "sample")).result.reward.reward == 1.0
 
 
 async def test_a_storm_of_crashes_and_kills_ends_each_sample_once(cluster, tmp_path):
@@ -312,8 +312,8 @@ async def test_a_cancellation_may_come_before_its_sample(cluster):
     (prompt,) = name_prompts(tasks(1))
     assert await actor.ready() is None
     await actor.cancel(0)
-    assert await actor.run(0, prompt) is None
-    assert cloudpickle.loads(await actor.run(1, prompt)).result.reward.reward == 1.0
+    assert await actor.run(0, prompt, "sample") is None
+    assert cloudpickle.loads(await actor.run(1, prompt, "sample")).result.reward.reward == 1.0
 
 
 DRIVER = """
