@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from strands import tool
 from strands.hooks import HookProvider
 from strands.hooks.events import BeforeModelCallEvent
@@ -292,6 +292,14 @@ async def check(program, folder):
 @pytest.mark.timeout(max(600, PROGRAMS))
 @settings(max_examples=PROGRAMS, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(program=programs)
+@example(
+    program={  # a hook removes the message of a call that runs again
+        "edits": {0: "in place", 4: "shortened"},
+        "settings": {"fork_points": "none", "max_tool_iterations": None, "max_tool_calls": None, "max_turns": None},
+        "steps": [("kill", 22), ("kill", 16), ("fork", 4, 3, 7), ("fork", 0, 2, None)],
+        "turns": [[("put", 0), ("put", 0)], [("look", 0)], [("put", 0)], [("look", 0), ("look", 0)]],
+    }
+)
 def test_programs_of_turns_kills_forks_and_edits_leave_what_uninterrupted_runs_leave(program):
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(check(program, Path(folder)))

@@ -356,8 +356,7 @@ class Checkpoint:
         counts: What the agent and its limiter have counted.
         state: The environment's own state.
         results: Results of the calls of the last message that have ended, by toolUseId.
-        repeated: Names of the tools of calls that have ended since the state was kept, and that changed it, by
-            toolUseId.
+        repeated: The calls that have ended since the state was kept, and that changed it, by toolUseId.
         asked_again: Answers to sub-agents in calls that had not ended: the calls run again, and ask again.
         interrupted: Why it cannot continue although its environment can; None if it can.
         result: The result of the episode, if it has ended.
@@ -376,7 +375,7 @@ class Checkpoint:
     counts: Mapping[str, Any] = field(default_factory=dict)
     state: Any = None
     results: dict[str, ToolResult] = field(default_factory=dict)
-    repeated: dict[str, str] = field(default_factory=dict)
+    repeated: dict[str, ToolUse] = field(default_factory=dict)
     asked_again: list[Turn] = field(default_factory=list)
     interrupted: str | None = None
     result: dict[str, Any] | None = None
@@ -417,12 +416,11 @@ class Checkpoint:
         Raises:
             JournalError: A tool is not registered any longer.
         """
-        uses = {use["toolUseId"]: use for message in self.messages for use in tool_uses([message])}
-        for use_id, name in self.repeated.items():
-            tool = agent.tool_registry.registry.get(name)
-            if tool is None or use_id not in uses:
-                raise JournalError(f"the call {use_id} of the tool {name!r} cannot run again: there is no such tool")
-            async for _ in ContainedTool(tool, seconds).stream(uses[use_id], {"agent": agent}):
+        for use in self.repeated.values():
+            tool = agent.tool_registry.registry.get(use["name"])
+            if tool is None:
+                raise JournalError(f"a call of the tool {use['name']!r} cannot run again: there is no such tool")
+            async for _ in ContainedTool(tool, seconds).stream(use, {"agent": agent}):
                 pass
 
     def step_result(self, history_length: int) -> StepResult:
@@ -474,12 +472,16 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     names: dict[str, str] = {}
     callers: dict[int, str] = {}
     open_calls: dict[str, None] = {}
-    repeated: dict[str, str] = {}
+    uses: dict[str, ToolUse] = {}  # of all messages, also of those that a hook has removed
+    repeated: dict[str, ToolUse] = {}
     unseen: int | None = None
     for at, entry in enumerate(entries[begin : end + 1], begin):
         data = entry.data
         if "messages" in data:  # written with the entry that followed them
-            point.messages[data["at"] :] = decode_bytes_values(data["messages"])
+            new = decode_bytes_values(data["messages"])
+            point.messages[data["at"] :] = new
+            for use in chain.from_iterable(tool_uses([message]) for message in new):
+                uses[use["toolUseId"]] = use
             point.agent = data.get("agent", point.agent)
             point.seconds, point.counts = data["seconds"], data
             if any(message["role"] == "assistant" for message in data["messages"]):
@@ -502,7 +504,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             point.results[data["call"]] = decode_bytes_values(data["result"])
             open_calls.pop(data["call"], None)
             if effects[data["call"]] != "pure":
-                repeated[data["call"]] = names[data["call"]]
+                repeated[data["call"]] = {**uses[data["call"]], "name": names[data["call"]]}
         elif entry.kind == "end":
             point.result = data["result"]
         if "state" in data:
