@@ -10,7 +10,7 @@ import pytest
 from strands import tool
 from strands.session import FileSessionManager
 
-from strands_sglang import SGLangModel, TokenizerMismatchError, Trajectory
+from strands_sglang import Journal, SGLangModel, TokenizerMismatchError, Trajectory
 from strands_sglang.messages import message_digest
 from strands_sglang.testing import ScriptedSGLang
 from support.agents import (
@@ -338,7 +338,8 @@ async def test_a_trajectory_that_something_else_writes_is_left_to_it(rollout, tm
 async def test_a_journal_is_closed_with_its_trajectory(rollout, tmp_path):
     _, model = rollout(sampled, sessions=tmp_path)
     await ask(make_agent(model, [calculator]), "First?")
-    journal = model.trajectory.on_record.journal
+    path = model.trajectory.on_record.journal.path
     model.reset()
-    gc.collect()
-    assert journal._file is None
+    for _ in range(3):  # what one round frees may hold more
+        gc.collect()
+    Journal(path).open()  # free for another writer
