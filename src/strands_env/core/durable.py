@@ -150,6 +150,8 @@ class Recorder(HookProvider):
         self._running: set[str] = set()
         self._has_changed = False  # since the state was kept
         self._iterations = 0
+        self._entries = 0
+        self._quiet = "", 0  # the pure call that is not written, and the entries before it
         if point is None:
             self._write_beginning(attempt, action)
         else:
@@ -226,6 +228,7 @@ class Recorder(HookProvider):
                 if self.trajectory is not None and kind != "turn":
                     data["changed"] = self._turns.changed(self.trajectory.turns)
                 self.journal.append(kind, data, tensors)
+                self._entries += 1
         except JournalInUseError as error:
             self.lost, self.is_resumable = error, False
             raise
@@ -295,7 +298,8 @@ class Recorder(HookProvider):
             tool = tool.tool
         effect = self._environment.tool_effect(tool)
         is_alone = len(tool_uses(event.agent.messages)) == 1
-        if effect == "pure" and is_alone:  # it would return the same again
+        if effect == "pure" and is_alone:  # it would return the same again, unless sub-agents answer in it
+            self._quiet = use["toolUseId"], self._entries
             return
         self._running.add(use["toolUseId"])
         self._has_changed |= effect != "pure"
@@ -303,7 +307,8 @@ class Recorder(HookProvider):
 
     async def _after_tool(self, event: AfterToolCallEvent) -> None:
         use_id = event.tool_use["toolUseId"]
-        if use_id not in self._running:
+        has_sampled = self._quiet[0] == use_id and self._quiet[1] != self._entries
+        if use_id not in self._running and not has_sampled:
             return
         self._running.discard(use_id)
         data: dict[str, Any] = {"call": use_id, "result": encode_bytes_values(event.result)}
@@ -471,6 +476,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     effects: dict[str, Effect] = {}
     names: dict[str, str] = {}
     callers: dict[int, str] = {}
+    parse_errors: dict[int, Mapping[str, int]] = {}
     open_calls: dict[str, None] = {}
     uses: dict[str, ToolUse] = {}  # of all messages, also of those that a hook has removed
     repeated: dict[str, ToolUse] = {}
@@ -494,6 +500,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
                 point.agent_id = point.agent_id or turn["agent"]
             if turn["agent"] != point.agent_id:
                 callers[turn["index"]] = data["call"]
+                parse_errors[turn["index"]] = data["tool_parse_errors"]
             elif turn["status"] == TurnStatus.ANSWERED.value:
                 unseen = at
         elif entry.kind == "tool":
@@ -503,7 +510,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         elif entry.kind == "result":
             point.results[data["call"]] = decode_bytes_values(data["result"])
             open_calls.pop(data["call"], None)
-            if effects[data["call"]] != "pure":
+            if effects.get(data["call"], "pure") != "pure":
                 repeated[data["call"]] = {**uses[data["call"]], "name": names[data["call"]]}
         elif entry.kind == "end":
             point.result = data["result"]
@@ -523,6 +530,10 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     ended = {*point.results, *chain.from_iterable(map(_results_in, point.messages))}
     inside = [turn for turn in point.trajectory.turns if callers.get(turn.index, None) not in (None, *ended)]
     point.asked_again = [turn for turn in inside if turn.is_answered]
+    counts = point.trajectory.tool_parse_errors
+    for turn in point.asked_again:
+        for name, count in parse_errors[turn.index].items():
+            counts[name] = counts.get(name, 0) - count
     for use_id in (*open_calls, *point.repeated):
         if effects[use_id] == "once":
             what = "its end" if use_id in open_calls else "the environment's state after it"

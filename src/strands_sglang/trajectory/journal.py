@@ -20,6 +20,7 @@ import json
 import os
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -256,16 +257,19 @@ class TurnWriter:
         write: Appends an entry.
         states: What is written of each turn that can still change, by `Turn.index`.
         pieces: The ids whose text is written.
+        parse_errors: The `tool_parse_errors` that are written.
     """
 
     write: Callable[[str, Any, Mapping[str, Any]], None]
     states: dict[int, Any] = field(default_factory=dict)
     pieces: set[int] = field(default_factory=set)
+    parse_errors: dict[str, int] = field(default_factory=dict)
 
     def continue_with(self, trajectory: Trajectory) -> None:
         """Continue with a trajectory that was read from a journal."""
         self.states = {turn.index: _state(turn) for turn in trajectory.turns}
         self.pieces = {*trajectory.pieces}
+        self.parse_errors = dict(trajectory.tool_parse_errors)
 
     def add(self, turn: Turn) -> None:
         """Write a turn of a trajectory that has an answer, a part of one, or an error."""
@@ -281,9 +285,12 @@ class TurnWriter:
             "changed": self.changed(trajectory.turns),
             "pieces": {str(token_id): piece.hex() for token_id, piece in pieces.items()},
             "result_notices": notices,
-            "tool_parse_errors": trajectory.tool_parse_errors,
+            "tool_parse_errors": {
+                name: count - self.parse_errors.get(name, 0) for name, count in trajectory.tool_parse_errors.items()
+            },
             "id": trajectory.id,
         }
+        self.parse_errors = dict(trajectory.tool_parse_errors)
         self.write("turn", data, tensors)
         self.states[turn.index] = _state(turn)
 
@@ -336,6 +343,7 @@ def turns_of(entries: Sequence[Entry]) -> tuple[list[Turn], dict[str, Any], dict
     turns: dict[int, Turn] = {}
     facts: dict[str, Any] = {"is_changed": False, "result_notices": {}, "tool_parse_errors": {}}
     pieces: dict[int, bytes] = {}
+    errors: dict[int, Counter[str]] = {}
     for entry in entries:
         data = entry.data
         if entry.kind == "end":
@@ -343,6 +351,7 @@ def turns_of(entries: Sequence[Entry]) -> tuple[list[Turn], dict[str, Any], dict
         for index, state in (data.get("changed") or {}).items():
             if state is None:
                 turns.pop(int(index), None)
+                errors.pop(int(index), None)
             elif int(index) in turns:
                 turn = turns[int(index)]
                 turn.status, turn.was_added = TurnStatus(state[0]), state[1]
@@ -354,9 +363,11 @@ def turns_of(entries: Sequence[Entry]) -> tuple[list[Turn], dict[str, Any], dict
             turn = turns[data["turn"]["index"]] = decode_turn(data["turn"], entry.tensors, turns)
             turn.text = b"".join(map(pieces.get, turn.output_ids, repeat(b""))).decode(errors="replace")
             facts["result_notices"].update(data["result_notices"])
-            facts["tool_parse_errors"] = data.get("tool_parse_errors", facts["tool_parse_errors"])
+            errors[turn.index] = Counter(data.get("tool_parse_errors"))
             facts["id"] = data["id"]
         elif entry.kind == "attempt":
             turns.clear()
+            errors.clear()
             facts = {"is_changed": False, "result_notices": {}, "tool_parse_errors": {}}
+    facts["tool_parse_errors"] = dict(+sum(errors.values(), Counter()))  # without those of none
     return [turns[index] for index in sorted(turns)], facts, pieces
