@@ -56,6 +56,8 @@ def comparisons(
     longest = max(map(len, returns), default=0)
     padded = [own + own[-1:] * (longest - len(own)) for own in returns]
 
+    compared_once: dict[Hashable, list[float]] = {}  # copies of a turn have one value, whatever the order
+
     def compare(place: int) -> list[list[float]]:
         path, own = paths[place], returns[place]
         values = [*own]
@@ -70,7 +72,8 @@ def comparisons(
             known = [*forks.get(node, ()), first.get(node, place)]
             apart = [other for other in known if returns[other] and turn not in paths[other]]
             others = [other for other in apart if other in forks[node]] or apart
-            compared.append([values[number], *([padded[other][number] for other in others] or [values[number]])])
+            known_returns = [padded[other][number] for other in others] or [values[number]]
+            compared.append(compared_once.setdefault(turn, [values[number], *known_returns]))
             node = turn if turn in forks else node
         return compared
 
