@@ -473,8 +473,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         begun["restart_only"],
         content[: entries[end - 1].end],
     )
-    effects: dict[str, Effect] = {}
-    names: dict[str, str] = {}
+    begun_calls: dict[str, Mapping[str, Any]] = {}
     callers: dict[int, str] = {}
     parse_errors: dict[int, Mapping[str, int]] = {}
     open_calls: dict[str, None] = {}
@@ -504,14 +503,15 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             elif turn["status"] == TurnStatus.ANSWERED.value:
                 unseen = at
         elif entry.kind == "tool":
-            effects[data["call"]], names[data["call"]] = data["effect"], data["name"]
+            begun_calls[data["call"]] = data
             open_calls[data["call"]] = None
             point.results.pop(data["call"], None)  # a hook runs it once more
         elif entry.kind == "result":
             point.results[data["call"]] = decode_bytes_values(data["result"])
             open_calls.pop(data["call"], None)
-            if effects.get(data["call"], "pure") != "pure":
-                repeated[data["call"]] = {**uses[data["call"]], "name": names[data["call"]]}
+            call = begun_calls.get(data["call"])  # none of a pure one
+            if call is not None and call["effect"] != "pure":
+                repeated[data["call"]] = {**uses[data["call"]], "name": call["name"]}
         elif entry.kind == "end":
             point.result = data["result"]
         if "state" in data:
@@ -528,17 +528,18 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     if point.state is not None:
         point.repeated = repeated
     ended = {*point.results, *chain.from_iterable(map(_results_in, point.messages))}
-    inside = [turn for turn in point.trajectory.turns if callers.get(turn.index, None) not in (None, *ended)]
+    inside = [turn for turn in point.trajectory.turns if callers.get(turn.index) not in (None, *ended)]
     point.asked_again = [turn for turn in inside if turn.is_answered]
     counts = point.trajectory.tool_parse_errors
     for turn in point.asked_again:
         for name, count in parse_errors[turn.index].items():
             counts[name] = counts.get(name, 0) - count
     for use_id in (*open_calls, *point.repeated):
-        if effects[use_id] == "once":
+        call = begun_calls[use_id]
+        if call["effect"] == "once":
             what = "its end" if use_id in open_calls else "the environment's state after it"
             point.interrupted = (
-                f"{journal}: the call {use_id} of the tool {names[use_id]!r} has begun, {what} is not recorded, and it "
+                f"{journal}: the call {use_id} of the tool {call['name']!r} has begun, {what} is not recorded, and it "
                 "must not run twice"
             )
     waiting = {use["toolUseId"] for use in tool_uses(point.messages)}  # a provider may use an id again

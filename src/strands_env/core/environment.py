@@ -548,7 +548,7 @@ class Environment(Identified):
             k: Number of continuations.
 
         Returns:
-            The continuations, as if each were an episode of its own.
+            The continuations; each is a complete episode.
 
         Raises:
             JournalError: The episode cannot be continued from there; says why.

@@ -147,16 +147,7 @@ def turn_content(
         encoder: Decodes its tokens; None if it is unknown.
         known_pieces: The ids whose text is known.
     """
-    tensors: dict[str, Any] = {"prompt_ids": turn.prompt_ids, "output_ids": turn.output_ids}
-    answer = turn.generation
-    if answer is not None:
-        mask = answer.sampling_mask
-        tensors["logprobs"] = answer.logprobs
-        tensors["sampling_logprobs"] = answer.sampling_logprobs
-        tensors["sampling_mask.ids"] = None if mask is None else mask.token_ids
-        tensors["sampling_mask.lengths"] = None if mask is None else mask.lengths
-    tensors["prompt_logprobs"] = turn.prompt_logprobs
-    tensors = {name: values for name, values in tensors.items() if values is not None} | _own_tensors(turn, 0)
+    tensors = {name: values for name, values in _parts_of(turn).items() if values is not None} | _own_tensors(turn, 0)
     new = {*turn.prompt_ids, *turn.output_ids}.difference(known_pieces)
     return _describe_turn(turn, parent, None), tensors, {} if encoder is None else encoder.pieces(new)
 
@@ -178,25 +169,30 @@ def decode_turn(described: Mapping[str, Any], tensors: Mapping[str, Any], turns:
     return turn
 
 
+def _parts_of(turn: Turn) -> dict[str, Any]:
+    """Return what one turn adds to each column; None for nothing."""
+    answer = turn.generation
+    mask = None if answer is None else answer.sampling_mask
+    return {
+        "prompt_ids": turn.prompt_ids,
+        "output_ids": turn.output_ids,
+        "logprobs": None if answer is None else answer.logprobs,
+        "prompt_logprobs": turn.prompt_logprobs,
+        "sampling_mask.ids": None if mask is None else mask.token_ids,
+        "sampling_mask.lengths": None if mask is None else mask.lengths,
+        "sampling_logprobs": None if answer is None else answer.sampling_logprobs,
+    }
+
+
 def _columns_of(turns: Sequence[Turn]) -> dict[str, Any]:
     """Return the tensors with the tokens of turns, end to end."""
     import numpy as np
 
-    answers = [answer for turn in turns if (answer := turn.generation) is not None]
-    masks = [answer.sampling_mask for answer in answers if answer.sampling_mask is not None]
-    columns: dict[str, Sequence[Any]] = {
-        "prompt_ids": [turn.prompt_ids for turn in turns],
-        "output_ids": [answer.output_ids for answer in answers],
-        "logprobs": [answer.logprobs for answer in answers],
-        "prompt_logprobs": [turn.prompt_logprobs for turn in turns],
-        "sampling_mask.ids": [mask.token_ids for mask in masks],
-        "sampling_mask.lengths": [mask.lengths for mask in masks],
-        "sampling_logprobs": [answer.sampling_logprobs for answer in answers],
-    }
+    parts = [*map(_parts_of, turns)]
     tensors: dict[str, Any] = {}
-    for name, column in columns.items():
+    for name in _COLUMNS:
         kind = _type_of(name)
-        values = [np.asarray(part, dtype=kind) for part in column if part is not None]
+        values = [np.asarray(part[name], dtype=kind) for part in parts if part[name] is not None]
         if values or not name.startswith("sampling"):
             tensors[name] = np.concatenate([np.zeros(0, kind), *values])
     return tensors
