@@ -166,6 +166,15 @@ def build_parser() -> terminal.Parser:
         "folder of an evaluation with that reward. Run the same command again to continue.",
         "example:\n  strands-env score results/qwen3-8b --reward exact --output results/exact",
     )
+    again = add(
+        replay_episodes,
+        "replay FILE... [OPTIONS]",
+        "run recorded episodes again without a server, and show where they differ",
+        "Run recorded episodes again without a server: what was sampled is fixed, the rest is code. Compare each stage "
+        "with the record, up to the first difference. Options replace what an evaluation was run with. Exit with 1 if "
+        "an episode differs.",
+        "example:\n  strands-env replay results/qwen3-8b --reward exact",
+    )
     compare = add(
         compare_results,
         "compare A B [OPTIONS]",
@@ -203,6 +212,22 @@ def build_parser() -> terminal.Parser:
         metavar="N",
         help="samples at the same time (default: %(default)s)",
     )
+    again.add_argument(
+        "files", nargs="+", metavar="FILE", help="evaluations with --keep-trajectories, journals, training steps"
+    )
+    again.add_argument(
+        "--tools",
+        choices=("recorded", "live"),
+        default="recorded",
+        help="recorded: tools return what they returned then; live: they run (default: %(default)s)",
+    )
+    for group, names in (("environment", None), ("model", ("--model", "--tokenizer", "--chat-template", "--tool-parser"))):
+        for name, option in _OPTIONS[group].items():
+            if names is None or name in names:
+                shown_value, told, settings = (*option, {})[:3]
+                _add(again, name, shown_value, told.split(" (default:")[0], {**settings, "default": None})
+    again.add_argument("--html", action="store_true", help="write a page with the record beside the run")
+    terminal.add_page_options(again, "replay.html")
     compare.add_argument("first", type=evaluation_in, metavar="A", help="--output of the first evaluation")
     compare.add_argument(
         "second", type=evaluation_in, metavar="B", help="--output of the second one; the difference is B - A"
@@ -216,7 +241,7 @@ def build_parser() -> terminal.Parser:
         metavar="P,C,S",
         help="price of a million prompt, cached and sampled tokens, as in 0.15,0.02,0.6; adds costs",
     )
-    for command in (score, report, compare):
+    for command in (score, report, compare, again):
         command.add_argument("--json", action="store_true", help="print JSON")
     for command in (watching, track, score, report, compare):
         _add(command, "--success-threshold", *_THRESHOLD)
@@ -650,6 +675,64 @@ def score_results(arguments: argparse.Namespace) -> int:
         return finish(arguments, work, metrics_of, "compare", arguments.folder, arguments.output)
     except (ValueError, ImportError) as error:
         raise UsageError(error) from error
+
+
+def replay_episodes(arguments: argparse.Namespace) -> int:
+    """Run recorded episodes again; return the exit code."""
+    from .replay import Replayed, described, replay, replay_page, summary
+
+    if (arguments.output is not None or arguments.open) and not arguments.html:
+        raise UsageError("--output and --open need --html")
+    logging.getLogger("strands").setLevel(logging.CRITICAL)
+    logging.getLogger("strands_env.core").setLevel(logging.CRITICAL)  # the report says it
+    done: list[Replayed] = []
+    pairs: list[Replayed] = []
+
+    async def run() -> None:
+        for file in arguments.files:
+            make = environment_of_run(arguments, file)
+            async for one in replay([file], make, tools=arguments.tools):
+                done.append(one)
+                if one.difference is not None:
+                    pairs.append(one)
+                    if not arguments.json:
+                        say(paint(f"{one.name}: {described(one.difference)}", "red"))
+                one.recorded = one.now = None if one not in pairs or not arguments.html else one.now
+
+    code = 0
+    try:
+        asyncio.run(until_stopped(run()))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        code = STOPPED
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise UsageError(error) from error
+    return say(*summary(done), code=code or (FAILED if pairs else 0))
+
+
+def environment_of_run(arguments: argparse.Namespace, file: str) -> Any:
+    """A function that makes the environment of recorded episodes: that of their evaluation, with the options' changes.
+
+    None if neither names one.
+
+    Raises:
+        ValueError: An option is wrong, or the evaluation's environment cannot be made here.
+    """
+    from .eval import CheckpointError
+    from .eval.checkpoint import read_run
+
+    try:
+        config: dict[str, Any] = dict(read_run(file).config)
+    except CheckpointError:
+        config = {}
+    known = vars(build_parser().parse_args(["eval"]))
+    given = {name: value for name, value in vars(arguments).items() if value is not None and name in known}
+    sampled = {name: config.get(name) for name in ("tokenizer", "tool_parser", "sampling_params") if name in config}
+    kept = {name: config[name] for name in ("env", "env_args", "system_prompt", "reward", "reward_args") if name in config}
+    sampled |= {"model": config.get("model_id"), "model_args": config.get("config", {})}
+    merged = argparse.Namespace(**{**known, **kept, **sampled, **given, "base_url": "http://127.0.0.1:9"})
+    if merged.env is None:
+        return None
+    return named_environment(merged, model_factory_of(merged, model_config(merged)))[0]
 
 
 def compare_results(arguments: argparse.Namespace) -> int:

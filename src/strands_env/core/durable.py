@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
-from importlib.metadata import version
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -40,9 +38,8 @@ from strands_sglang import (
     Trajectory,
     Turn,
     TurnStatus,
-    __version__,
 )
-from strands_sglang.trajectory.journal import Entry, TurnWriter, as_unseen, discard_unfinished, in_words, read_entries
+from strands_sglang.trajectory.journal import Entry, TurnWriter, as_unseen, discard_unfinished, in_words, read_entries, versions
 
 from .supervision import invoke
 from .tools import ContainedTool
@@ -179,7 +176,7 @@ class Recorder(HookProvider):
             "action": encode_bytes_values(action.model_dump(serialize_as_any=True)),
             "environment": environment.identity(),
             "restart_only": why_not,
-            "packages": _versions(),
+            "packages": versions(),
         }
         self._write("attempt", begun, {})
 
@@ -208,7 +205,9 @@ class Recorder(HookProvider):
         except Exception as error:  # what metrics hold is the environment's
             self._lose(error)
             return
-        self._write("end", {"end": None if end is None else asdict(end), "result": dumped}, {})
+        results = {} if self.trajectory is None else self.trajectory.tool_results
+        noted = None if end is None else asdict(end)
+        self._write("end", {"end": noted, "result": dumped, "tool_results": results}, {})
 
     def _write_turn(self, kind: str, data: dict[str, Any], tensors: Mapping[str, Any]) -> None:
         self._write(kind, {**data, "call": _call.get()}, tensors)
@@ -333,11 +332,6 @@ class Recorder(HookProvider):
         if isinstance(state, bytes):
             return {"state": None}, {"state": memoryview(state)}
         return {"state": encode_bytes_values(state)}, {}
-
-
-@lru_cache
-def _versions() -> dict[str, str]:
-    return {"strands-sglang": __version__, **{name: version(name) for name in ("strands-agents", "transformers")}}
 
 
 # --- to continue ---

@@ -35,12 +35,13 @@ from strands.agent import AgentResult
 from strands.agent.conversation_manager import NullConversationManager
 from strands.handlers.callback_handler import PrintingCallbackHandler
 from strands.hooks import HookOrder, HookProvider, HookRegistry
-from strands.hooks.events import AfterModelCallEvent, BeforeModelCallEvent, BeforeToolCallEvent
+from strands.hooks.events import AfterModelCallEvent, AfterToolCallEvent, BeforeModelCallEvent, BeforeToolCallEvent
 from strands.models.model import Model
 from strands.sandbox import Sandbox
 from strands.telemetry.metrics import EventLoopMetrics
 from strands.tools import ToolProvider
 from strands.types.content import ContentBlock, Message
+from strands.types.session import encode_bytes_values
 from strands.types.tools import AgentTool, ToolResult
 from typing_extensions import override
 
@@ -59,6 +60,7 @@ from strands_sglang import (
 
 from .durable import Checkpoint, Effect, ForkPoints, Recorder, checkpoint, effect_of, tool_uses
 from .identity import Identified, describe
+from .rerun import Rerun
 from .supervision import (
     RECANCEL_AFTER,
     Supervisor,
@@ -142,6 +144,7 @@ class EpisodeHooks(HookProvider):
         limiter: Counts tool iterations and calls, and ends the loop at their limits.
         model_error: What the latest model call raised, or None if it returned. It tells a provider's errors from errors
             of the agent's own code.
+        returned: What tool calls returned, before other hooks have changed it; None for those that did not run.
     """
 
     def __init__(self, budgets: Budgets, recorded: Mapping[str, ToolResult] | None = None) -> None:
@@ -160,6 +163,7 @@ class EpisodeHooks(HookProvider):
             on_limit="stop",
         )
         self.model_error: BaseException | None = None
+        self.returned: dict[str, ToolResult | None] = {}
         self._has_asked = False
 
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
@@ -169,6 +173,7 @@ class EpisodeHooks(HookProvider):
         registry.add_callback(AfterModelCallEvent, self._record_error)
         registry.add_callback(AfterModelCallEvent, self._mark_cut_calls, order=HookOrder.SDK_LAST)
         registry.add_callback(BeforeToolCallEvent, self._check_call, order=HookOrder.SDK_LAST)
+        registry.add_callback(AfterToolCallEvent, self._keep_result, order=HookOrder.SDK_FIRST)
 
     async def _take_turn(self, event: BeforeModelCallEvent) -> None:
         if self._has_asked:  # the first call is made in the turn in which the agent is created
@@ -198,6 +203,16 @@ class EpisodeHooks(HookProvider):
             is_named = event.selected_tool.tool_name == event.tool_use["name"]  # a renamed call must still find it
             if is_named or self._budgets.tool_timeout is not None:
                 event.selected_tool = ContainedTool(event.selected_tool, self._budgets.tool_timeout)
+
+    def _keep_result(self, event: AfterToolCallEvent) -> None:
+        returned = None if event.cancel_message else _deepcopy(event.result, {})
+        self.returned[event.tool_use["toolUseId"]] = returned
+
+    def changed_results(self, messages: Sequence[Message]) -> dict[str, ToolResult | None]:
+        """Return what calls returned if it is not what the messages hold; None for calls that did not run."""
+        results = [block["toolResult"] for message in messages for block in message["content"] if "toolResult" in block]
+        shown = {result["toolUseId"]: result for result in results}
+        return {use_id: result for use_id, result in self.returned.items() if shown.get(use_id) != result}
 
     def _exceeded_limit(self, event: BeforeToolCallEvent) -> str | None:
         """Return the limit that a call exceeds, if any."""
@@ -251,6 +266,7 @@ class Environment(Identified):
     Attributes:
         default_system_prompt_path: File with the system prompt used when `system_prompt` is None.
         last_result: The result of the step that ended last. It is set even if that step was cancelled.
+        rerun: The recorded episode that its steps run again; None, the default, for new episodes.
 
     Examples:
         ```python
@@ -369,6 +385,7 @@ class Environment(Identified):
         self.journal_required = journal_required
         self.fork_points: ForkPoints = fork_points
         self.last_result: StepResult | None = None
+        self.rerun: Rerun | None = None
 
     @override
     def identity(self) -> dict[str, Any]:
@@ -732,12 +749,17 @@ class Environment(Identified):
         if model is None:
             raise TypeError("the model factory returned None; Strands would use its default model")
         episode.model = model
-        with new_trajectory(model, None if point is None else point.trajectory) as episode.trajectory:
+        given = None if point is None else point.trajectory
+        if self.rerun is not None:
+            given = self.rerun.recording.trajectory
+        with new_trajectory(model, given) as episode.trajectory:
             tools = list(await maybe_await(self.get_tools()))
             hooks = [episode.hooks, *await maybe_await(self.get_hooks())]
             if recorder is not None:
                 hooks.append(recorder)
                 recorder.record(episode.trajectory)
+            if self.rerun is not None:
+                hooks.append(self.rerun)
             sandbox = await maybe_await(self.get_sandbox())
             if isinstance(model, SGLangModel):
                 hooks.append(model.hooks)  # records what the agent keeps of each response
@@ -789,8 +811,7 @@ class Environment(Identified):
         while True:
             if result is not None:
                 if result.stop_reason in ("end_turn", "stop_sequence"):
-                    with new_trajectory(agent.model):  # for a user that is the same model
-                        messages = await invoke(self.next_user_message, episode.action, agent.messages)
+                    messages = await self._next_user_message(episode, agent)
                 if messages is None and result.stop_reason != "limit_turns":
                     return result
             remaining = self.budgets.remaining(agent)
@@ -806,6 +827,12 @@ class Environment(Identified):
             result = await agent.invoke_async(messages, invocation_state=state, limits=limits)
             messages = None
 
+    async def _next_user_message(self, episode: _Running, agent: Agent) -> str | None:
+        if self.rerun is not None:
+            return self.rerun.next_user_message(agent.messages, episode.conversation.history_length)
+        with new_trajectory(agent.model):  # for a user that is the same model
+            return cast("str | None", await invoke(self.next_user_message, episode.action, agent.messages))
+
     async def _result(self, episode: _Running, end: Any, supervisor: Supervisor) -> StepResult:
         """Build the result of an episode, without its reward."""
         reason = termination_reason(end, trajectory=episode.trajectory, limiter=episode.hooks.limiter)
@@ -819,12 +846,13 @@ class Environment(Identified):
         result = StepResult(observation=observation, termination_reason=reason)
         if isinstance(end, BaseException) and OUTCOMES[reason].reward is not RewardRule.COMPUTED:
             result.error = _format_error(end)
-            if reason is TerminationReason.AGENT_ERROR:
+            if reason is TerminationReason.AGENT_ERROR and self.rerun is None:
                 logger.warning("the agent's own code failed", exc_info=end)
         elif reason is TerminationReason.AGENT_ERROR:
             result.error = f"the agent stopped with {end.stop_reason}, from which an episode cannot continue"
         if episode.trajectory is not None:
             episode.trajectory.settle(messages)
+            episode.trajectory.tool_results.update(encode_bytes_values(episode.hooks.changed_results(messages)))
             observation.trajectory = episode.trajectory
             sequence = episode.trajectory.latest_main_sequence(warn=True)
             observation.tokens = TokenObservation.from_token_manager(sequence)

@@ -240,7 +240,13 @@ class RewardError(RuntimeError):
 
 
 class RewardFunction(Identified, ABC):
-    """Base class of rewards: computes the reward of an episode."""
+    """Base class of rewards: computes the reward of an episode.
+
+    Attributes:
+        asks_a_model: Whether it asks a model, whose answers no episode records; `replay` then leaves it out.
+    """
+
+    asks_a_model: bool = False
 
     @abstractmethod
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:

@@ -34,6 +34,7 @@ class WeightedSum(RewardFunction):
         if not parts:
             raise ValueError("WeightedSum needs at least one part")
         self.parts = dict(parts)
+        self.asks_a_model = any(part.asks_a_model for part, _ in self.parts.values())
 
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:
         """Compute all parts and return their weighted sum."""
@@ -87,6 +88,7 @@ class AllOf(RewardFunction):
         if not parts:
             raise ValueError("AllOf needs at least one part")
         self.parts = dict(parts)
+        self.asks_a_model = any(part.asks_a_model for part in self.parts.values())
         self.threshold = threshold
 
     async def compute(self, *, action: Action, step_result: StepResult) -> RewardResult:

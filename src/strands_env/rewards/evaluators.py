@@ -29,6 +29,8 @@ class EvaluatorReward(RewardFunction):
         >>> EvaluatorReward(OutputEvaluator("The answer is polite.", model=judge))
     """
 
+    asks_a_model = True
+
     def __init__(self, evaluator: Any) -> None:
         """Create the reward.
 

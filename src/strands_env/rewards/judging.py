@@ -73,6 +73,8 @@ class JudgeReward(RewardFunction):
         >>> JudgeReward(model_factory, "The answer is polite and names the product.", scale=(0, 10))
     """
 
+    asks_a_model = True
+
     def __init__(
         self,
         model: Model | Callable[[], Model | Awaitable[Model]],

@@ -68,6 +68,7 @@ from ..templates.image_tokens import ImageProcessor, check_prompt, require_image
 from ..tool_choice import GRAMMAR_PARAMETERS, UNCONSTRAINED, force_call
 from ..tool_parsers import ParsedTurn, ToolParser, ToolParseResult
 from ..trajectory import Caller, ParsedAnswer, Place
+from ..trajectory.recording import Difference, Recording
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn
 from .config import ModelConfig, is_whole
@@ -76,6 +77,9 @@ from .server_check import ServerFacts, check_server, known_facts
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LOOP_ITERATIONS = 20
+"""Iterations of the event loop that a recorded answer takes."""
 
 LONG_BYTES = 100_000
 """Size of messages, serialized, from which they are encoded in a thread."""
@@ -201,6 +205,7 @@ class ModelCall:
     _prefill: Prefill | None = field(init=False, default=None)
     _begun: list[str] = field(init=False, default_factory=list)
     _scored: Sequence[int] = field(init=False, default=())
+    _recorded: Turn | None = field(init=False, default=None)
 
     # --- sampling ---
 
@@ -225,9 +230,12 @@ class ModelCall:
         await self._ask(tool_choice)
         client = self.client
         try:
+            if self.trajectory.source is not None:
+                return await self._replayed(self.trajectory.source)
             server = known_facts(client, self.template)
             if server is None:
                 server = await self._cancellation.finish(check_server(client, self.template))
+            self.trajectory.context_length = server.context_length
             if self.turn.resumes is not None:
                 if self.turn.resumes.finish_type != "abort":  # the whole answer, which the agent never got
                     return replace(self.turn.resumes)  # a copy: the turn does not wait any longer
@@ -276,6 +284,29 @@ class ModelCall:
             report_turn(self.turn)
             raise
 
+    async def _replayed(self, source: Recording) -> Generation:
+        """Return the recorded answer, or fail as the recorded call did.
+
+        Raises:
+            ReplayDifferenceError: The call asks something else.
+        """
+        recorded = source.turn_of(self.turn)
+        answer = recorded.generation
+        for _ in range(LOOP_ITERATIONS):  # what runs beside the call gets on meanwhile, as while a server answers
+            await asyncio.sleep(0)
+        try:
+            self._plan(ServerFacts(source.recorded.context_length, tokenizer_proven=True))
+        except ContextWindowOverflowException as error:
+            if answer is not None:
+                source.differ(Difference("room in the context", recorded.index, None, "enough", str(error)))
+            raise
+        source.check_request(self.turn, recorded, random_seeds=self.config.random_seeds)
+        if answer is None or not recorded.is_whole:
+            self.parts = [] if answer is None else [answer]
+            raise source.failure_of(recorded)
+        self._recorded = recorded
+        return replace(answer)
+
     async def _without_last_token(
         self, plan: RequestPlan, server: ServerFacts, error: ContextWindowOverflowException
     ) -> ServerFacts:
@@ -308,7 +339,8 @@ class ModelCall:
         place, prompt = await self._attach()
         prompt_ids, images = prompt.token_ids, None
         if self.images is not None and prompt.pictures:
-            await self._cancellation.finish(require_image_understanding(self.client, prompt.pictures[0]))
+            if self.trajectory.source is None:
+                await self._cancellation.finish(require_image_understanding(self.client, prompt.pictures[0]))
             expanded = asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.encoded, prompt.pictures)
             prompt_ids, images = await expanded
         given = self.config.sampling_params
@@ -524,6 +556,8 @@ class ModelCall:
                 )
             else:  # the grammar allows no reasoning or calls; what looks like them is part of the JSON
                 parsed = ParsedTurn(None, sampled_text(template, turn, generation), ())
+            if self._recorded is not None:
+                parsed = _with_ids(parsed, self._recorded)
             blocks = content_blocks(parsed)
             calls_before = _count_calls(self.chat.messages) if parsed.tool_calls else 0
             errors = [call for call in parsed.tool_calls if call.is_error]
@@ -542,6 +576,8 @@ class ModelCall:
                 has_reasoning=parsed.has_reasoning,
             )
             self.trajectory.answer(turn, generation, Message(role="assistant", content=blocks), answer)
+            if self.trajectory.source is not None and self._recorded is not None:
+                self.trajectory.source.check_answer(turn, self._recorded)
         except Exception as error:
             self.trajectory.cut(turn, generation, error)
             raise
@@ -876,6 +912,13 @@ def _answer_ids(template: ChatTemplate, generation: Generation) -> list[int]:
     ids = generation.output_ids.tolist()
     stop = generation.stop_token_id
     return ids[:-1] if stop is not None and template.is_special(stop) else ids
+
+
+def _with_ids(parsed: ParsedTurn, recorded: Turn) -> ParsedTurn:
+    """Return a parsed answer whose tool calls have the ids of the recorded ones."""
+    ids = [call["toolUseId"] for call in recorded.tool_calls]
+    calls = [replace(call, id=use_id) for call, use_id in zip(parsed.tool_calls, ids, strict=False)]
+    return replace(parsed, tool_calls=(*calls, *parsed.tool_calls[len(calls) :]))
 
 
 def content_blocks(parsed: ParsedTurn) -> list[ContentBlock]:

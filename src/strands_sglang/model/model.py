@@ -459,8 +459,9 @@ class SGLangModel(Model):
         settings = self._settings
         if settings.context_window_limit is not None:
             return settings.context_window_limit
-        facts = known_facts(self.client, self.chat_template)
-        limits = (settings.max_context_tokens, None if facts is None else facts.context_length)
+        source, facts = self.trajectory.source, known_facts(self.client, self.chat_template)
+        known = None if facts is None else facts.context_length
+        limits = (settings.max_context_tokens, known if source is None else source.recorded.context_length)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @override

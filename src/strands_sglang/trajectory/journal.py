@@ -23,6 +23,8 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.metadata import version
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -289,6 +291,7 @@ class TurnWriter:
                 name: count - self.parse_errors.get(name, 0) for name, count in trajectory.tool_parse_errors.items()
             },
             "id": trajectory.id,
+            "context_length": trajectory.context_length,
         }
         self.parse_errors = dict(trajectory.tool_parse_errors)
         self.write("turn", data, tensors)
@@ -325,6 +328,14 @@ def discard_unfinished(turns: Iterable[Turn]) -> None:
         turn.status, turn.fate = TurnStatus.DISCARDED, Reason("run_again")
 
 
+@lru_cache
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that recordings depend on, by name."""
+    from .. import __version__
+
+    return {"strands-sglang": __version__, **{name: version(name) for name in ("strands-agents", "transformers")}}
+
+
 def in_words(reason: Any) -> str:
     """Return a reason of a journal as a sentence."""
     return str(read_reason(reason))
@@ -347,7 +358,7 @@ def turns_of(entries: Sequence[Entry]) -> tuple[list[Turn], dict[str, Any], dict
     for entry in entries:
         data = entry.data
         if entry.kind == "end":
-            facts["end"] = data["end"]
+            facts |= {"end": data["end"], "tool_results": data.get("tool_results")}  # earlier files lack the latter
         for index, state in (data.get("changed") or {}).items():
             if state is None:
                 turns.pop(int(index), None)
@@ -365,9 +376,11 @@ def turns_of(entries: Sequence[Entry]) -> tuple[list[Turn], dict[str, Any], dict
             facts["result_notices"].update(data["result_notices"])
             errors[turn.index] = Counter(data.get("tool_parse_errors"))
             facts["id"] = data["id"]
+            facts["context_length"] = data.get("context_length")  # earlier files lack it
         elif entry.kind == "attempt":
             turns.clear()
             errors.clear()
             facts = {"is_changed": False, "result_notices": {}, "tool_parse_errors": {}}
+            facts["packages"] = data.get("packages")
     facts["tool_parse_errors"] = dict(+sum(errors.values(), Counter()))  # without those of none
     return [turns[index] for index in sorted(turns)], facts, pieces

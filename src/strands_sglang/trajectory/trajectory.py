@@ -40,12 +40,13 @@ from ..templates.image_tokens import ImageInputs
 from .discards import After, judge, judge_end, note_if_gone, settle
 from .explain import explain, reason_to_extend, reason_to_open
 from .export import export_sequences, helpers_tokens, sequence_of
-from .journal import Entry, is_journal, read_entries, turns_of
+from .journal import Entry, is_journal, read_entries, turns_of, versions
 from .storage import TrajectoryFileError, decode_turns, encode_turns, read_fields, reading, write_file
 from .tokens import TokenManager
 from .turn import Turn, TurnStatus
 
 if TYPE_CHECKING:
+    from .recording import Recording
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,11 @@ class Trajectory:
         pieces: The bytes of ids inside a text, as read from a file; empty before.
         on_record: Called with each turn as soon as its answer, a part of one or its failure is recorded; may be None.
         is_changed: Whether it was read from a file that was changed since; see `from_bytes`.
+        packages: Versions of the packages that recorded it, by name; empty in files of earlier releases.
+        context_length: Maximum length of prompt and answer that its server reported last; None if unknown.
+        tool_results: What tool calls returned, by toolUseId, where the messages hold something else: a hook has changed
+            it.
+        source: Answers its calls in place of a server; None for the server.
     """
 
     def __init__(self) -> None:
@@ -171,6 +177,10 @@ class Trajectory:
         self.is_changed = False
         self.pieces: dict[int, bytes] = {}
         self.on_record: Callable[[Turn], None] | None = None
+        self.packages: Mapping[str, str] = {}
+        self.context_length: int | None = None
+        self.tool_results: dict[str, Any] = {}
+        self.source: Recording | None = None
         self._asked: dict[str | None, Conversation] = {}  # the latest one of each agent
         self._has_agents = False  # whether an agent has asked, or is about to
         self._lock = threading.RLock()
@@ -747,6 +757,9 @@ class Trajectory:
                 "agents": sorted({agent for agent, is_auxiliary in asked if not is_auxiliary}),
                 "helpers": sorted({agent for agent, is_auxiliary in asked if is_auxiliary}),
                 "end": None if self.end is None else asdict(self.end),
+                "packages": self.packages or versions(),
+                "context_length": self.context_length,
+                **({"tool_results": self.tool_results} if self.tool_results else {}),
             }
             self._forget_for_requests()
             return encode_turns(self._turns, facts, self.encoder, self.pieces)
@@ -816,6 +829,9 @@ class Trajectory:
             trajectory.note_end(**read_fields(EpisodeEnd, known))
         trajectory.result_notices = dict(facts["result_notices"])
         trajectory.tool_parse_errors = dict(facts["tool_parse_errors"])
+        trajectory.packages = dict(facts.get("packages") or {})
+        trajectory.context_length = facts.get("context_length")
+        trajectory.tool_results = dict(facts.get("tool_results") or {})
         return trajectory
 
     @classmethod

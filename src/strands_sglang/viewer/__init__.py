@@ -3,6 +3,8 @@
 `read_episodes`, `render` and the parts of a `Report` are what other packages use of it.
 """
 
+from ..inspection.doctor import findings
+from ..inspection.formats.trajectories import as_group
 from ..inspection.reading import UnreadableError
 from .page import PageTooLargeError, check_size, render
 from .reports import Plot, Report, Table, Task, read_episodes
@@ -14,7 +16,9 @@ __all__ = [
     "Table",
     "Task",
     "UnreadableError",
+    "as_group",
     "check_size",
+    "findings",
     "read_episodes",
     "render",
 ]

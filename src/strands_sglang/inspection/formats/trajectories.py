@@ -19,8 +19,26 @@ def read_trajectory_file(path: Path) -> Group:
         OSError: The file cannot be read.
         TrajectoryFileError: It is not a trajectory.
     """
-    episode = inspect_file(path, path.stem)
-    return Group(path.stem, [episode], kind="trajectory", file=str(path), vocabulary=episode.trajectory.pieces)
+    return _group(inspect_file(path, path.stem))
+
+
+def as_group(*trajectories: Trajectory, name: str = "", file: str = "") -> Group:
+    """Return trajectories of one prompt as a group.
+
+    Args:
+        *trajectories: The trajectories.
+        name: Id of the group, and of its episodes.
+        file: The file that they come from.
+    """
+    return _group(*(inspect(trajectory, name, file=file) for trajectory in trajectories))
+
+
+def _group(*episodes: Inspected) -> Group:
+    vocabulary: dict[int, bytes] = {}
+    for episode in episodes:
+        vocabulary |= episode.trajectory.pieces
+    first = episodes[0]
+    return Group(first.id, [*episodes], kind="trajectory", file=first.file, vocabulary=vocabulary)
 
 
 def inspect_file(path: Path, name: str) -> Inspected:

@@ -1,0 +1,120 @@
+"""A recorded episode that runs again: its model calls, its tools and its user answer from the record."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from strands.hooks import HookOrder, HookProvider, HookRegistry
+from strands.hooks.events import AfterToolCallEvent, BeforeToolCallEvent
+from strands.types.content import Message
+from strands.types.session import decode_bytes_values
+from strands.types.tools import ToolResult
+from typing_extensions import override
+
+from strands_sglang import Trajectory
+from strands_sglang.trajectory.recording import Difference, Recording
+
+from .tools import ContainedTool
+from .types import Action, StepResult
+
+Tools = Literal["recorded", "live"]
+"""Whether tools return what they returned then, or run."""
+
+
+@dataclass
+class RecordedEpisode:
+    """What a file holds of an episode.
+
+    Attributes:
+        name: What reports call it.
+        action: The task.
+        result: The episode as it ended, with its messages.
+        trajectory: Its model calls.
+        identity: Identity of its environment; None if it is unknown.
+    """
+
+    name: str
+    action: Action
+    result: StepResult
+    trajectory: Trajectory
+    identity: Mapping[str, Any] | None = None
+
+    def tool_results(self) -> dict[str, ToolResult | None]:
+        """Return what the tools returned, by toolUseId; None for a call that did not run."""
+        results: dict[str, ToolResult | None] = {}
+        for message in self.result.observation.messages:
+            for block in message["content"]:
+                if "toolResult" in block:
+                    results[block["toolResult"]["toolUseId"]] = block["toolResult"]
+        return {**results, **decode_bytes_values(self.trajectory.tool_results)}
+
+
+@dataclass
+class Rerun(HookProvider):
+    """Runs a recorded episode again, as a hook of its agent.
+
+    Attributes:
+        episode: The recorded episode.
+        tools: Whether its tools run.
+        recording: Answers the model's calls.
+    """
+
+    episode: RecordedEpisode
+    tools: Tools = "recorded"
+    recording: Recording = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin at the first model call."""
+        self.recording = Recording(self.episode.trajectory)
+        self._results = self.episode.tool_results()
+
+    @override
+    def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
+        """Register around all other hooks."""
+        registry.add_callback(BeforeToolCallEvent, self._before_tool, order=HookOrder.SDK_LAST)
+        registry.add_callback(AfterToolCallEvent, self._after_tool, order=HookOrder.SDK_FIRST)
+
+    def next_user_message(self, messages: Sequence[Message], before: int) -> str | None:
+        """Return what the user said next; None if the episode ended there.
+
+        Args:
+            messages: The agent's messages.
+            before: Number of messages that the record leaves out.
+        """
+        recorded = self.episode.result.observation.messages
+        at = len(messages) - before
+        if at >= len(recorded) or recorded[at]["role"] != "user":
+            return None
+        return "".join(block.get("text", "") for block in recorded[at]["content"])
+
+    def _before_tool(self, event: BeforeToolCallEvent) -> None:
+        use = event.tool_use
+        if use["toolUseId"] not in self._results:
+            self.recording.has_ended = True
+            event.cancel_tool = "the record ends here"
+            return
+        recorded = self._results[use["toolUseId"]]
+        if (recorded is None) is not bool(event.cancel_tool):
+            then, now = ("did not run" if one else "ran" for one in (recorded is None, event.cancel_tool))
+            self.recording.note(Difference(f"whether {use['name']} runs", self._turn(use), None, then, now))
+            event.cancel_tool = "the replay ends here"
+        if event.selected_tool is not None and recorded is not None and self.tools == "recorded":
+            event.selected_tool = ContainedTool(event.selected_tool, recorded=copy.deepcopy(recorded))
+
+    def _after_tool(self, event: AfterToolCallEvent) -> None:
+        recorded = self._results.get(event.tool_use["toolUseId"])
+        if self.tools == "recorded" or recorded is None or event.cancel_message or event.selected_tool is None:
+            return
+        then, now = ({"status": "success", **one, "toolUseId": ""} for one in (recorded, event.result))
+        if then != now:
+            what = f"the result of {event.tool_use['name']}"
+            shown = [one["content"] if then["status"] == now["status"] else one for one in (then, now)]
+            self.recording.note(Difference(what, self._turn(event.tool_use), None, *shown, stage="tools"))
+
+    def _turn(self, use: Any) -> int | None:
+        turns = self.episode.trajectory.turns
+        made = (turn.index for turn in turns for call in turn.tool_calls if call["toolUseId"] == use["toolUseId"])
+        return next(made, None)

@@ -1,0 +1,435 @@
+"""Replay: recorded episodes run again without a server, stage by stage, up to the first difference.
+
+The stages are those of the way from a record to a gradient: the record itself, the agent, its tools, the outcome, the
+reward, the advantages and masks (credit), and the loss. What was sampled is fixed; the rest is code, which may have
+changed since. A stage that a file does not hold is named, never assumed to be the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+from strands_sglang import Journal, JournalError, TerminationReason, Trajectory, TrajectoryFileError, Turn
+from strands_sglang.credit import Episode, RowsFileError, TrainingRow, TrainingRows, training_rows
+from strands_sglang.shown import counted, one_line, visible
+from strands_sglang.trajectory.recording import Difference
+from strands_sglang.viewer import as_group, findings
+
+from .core import Action, Environment, RewardFunction
+from .core.durable import checkpoint
+from .core.environment import compute_reward, read_conversation
+from .core.rerun import RecordedEpisode, Rerun, Tools
+from .core.supervision import maybe_await
+from .eval import CheckpointError, EvalSample
+from .eval.checkpoint import read_record, read_records, read_run, results_file, trajectory_file
+from .eval.episodes import EnvironmentFactory
+
+STAGES = ("record", "agent", "tools", "outcome", "reward", "credit", "loss")
+"""The stages, in order."""
+
+SAME, DIFFERS = "same", "differs"
+
+ENDED_BY_OTHERS = frozenset(
+    {
+        *(TerminationReason.TIMEOUT, TerminationReason.ABORTED, TerminationReason.CANCELLED),
+        *(TerminationReason.INFRASTRUCTURE_ERROR, TerminationReason.INTERRUPTED),
+    }
+)
+"""Outcomes that clocks and machines decide: a run ends where such a record does."""
+
+ROWS = "rows.safetensors"
+
+
+@dataclass
+class Replayed:
+    """What came of one recorded episode.
+
+    Attributes:
+        name: Task and sample, or the file.
+        stages: Per stage `"same"`, `"differs"`, or why it was not compared.
+        difference: Where the record and the run part; None if they do not.
+        changed: What of the environment's identity is another one now, such as `system_prompt`.
+        recorded: The recorded model calls; None if the file has none.
+        now: Those of the run; None if there was none.
+    """
+
+    name: str
+    stages: dict[str, str] = field(default_factory=dict)
+    difference: Difference | None = None
+    changed: list[str] = field(default_factory=list)
+    recorded: Trajectory | None = field(default=None, repr=False)
+    now: Trajectory | None = field(default=None, repr=False)
+
+    def differs(self, difference: Difference) -> Replayed:
+        """Note the difference, at its stage."""
+        self.stages[difference.stage] = DIFFERS
+        self.difference = difference
+        return self
+
+    def __str__(self) -> str:
+        """One line: the name, and what differs where."""
+        if self.difference is None:
+            return f"{self.name}: {SAME if SAME in self.stages.values() else 'not compared'}"
+        return f"{self.name}: {described(self.difference)}"
+
+
+class Unreadable(Exception):
+    """A recorded episode cannot be read, or is not enough to run it again; says why."""
+
+
+def described(difference: Difference) -> str:
+    """Return where a difference is, and what it is, in one line."""
+    where = [difference.stage]
+    if difference.turn is not None:
+        where.append(f"turn {difference.turn}")
+    if difference.token is not None:
+        where.append(f"token {difference.token}")
+    then, now = (_shown(value, difference.token) for value in (difference.recorded, difference.now))
+    told = "" if then == now == "nothing" else f": {then} in the record, {now} now"
+    return f"{', '.join(where)}: {difference.what}{told}"
+
+
+def _shown(value: Any, token: int | None) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, Turn) and token is not None:
+        ids = value.token_ids()[: value.prompt_tokens][token : token + 12]
+        known = {} if value.trajectory is None else value.trajectory.pieces
+        if value.trajectory is not None and value.trajectory.encoder is not None:
+            known = value.trajectory.encoder.pieces(ids)
+        value = b"".join(known.get(token_id, b"?") for token_id in ids).decode(errors="replace")
+    return visible(repr(value))[:120]
+
+
+# --- what files hold ---
+
+
+def recorded_episodes(path: str | PathLike[str]) -> Iterator[RecordedEpisode | Path | tuple[str, Exception]]:
+    """Yield the episodes of a file or folder, one at a time.
+
+    Args:
+        path: The folder of an evaluation or its results file, a journal, the folder of a training step, or a folder of
+            these.
+
+    Yields:
+        Episodes; the folders of training steps; and the name of what cannot be read, with the reason.
+    """
+    path = Path(path)
+    if (path / ROWS).is_file() or path.name == ROWS:
+        yield path if path.is_dir() else path.parent
+    elif results_file(path).with_suffix(".run.json").is_file():
+        yield from _samples(path)
+    elif path.is_dir():
+        inner = [*sorted(path.glob("*.run.json")), *sorted(path.glob("*.journal")), *sorted(path.glob("*.safetensors"))]
+        inner += sorted(found.parent for found in path.glob(f"*/{ROWS}"))
+        inner += sorted(found.parent for found in path.glob(f"steps/*/{ROWS}"))
+        if not inner:
+            yield str(path), Unreadable("no recorded episodes: no evaluation, journal, trajectory or training step")
+        for one in inner:
+            name = one.name.removesuffix(".run.json")
+            yield from recorded_episodes(one if name == one.name else one.with_name(f"{name}.jsonl"))
+    else:
+        try:
+            yield _of_journal(path) if path.suffix == ".journal" else _of_trajectory(path)
+        except (Unreadable, JournalError, TrajectoryFileError, OSError, LookupError, TypeError, ValueError) as error:
+            yield str(path), error
+
+
+def _samples(path: Path) -> Iterator[RecordedEpisode | tuple[str, Exception]]:
+    try:
+        run = read_run(path)
+        keys = run.sample_keys
+        places = {record["key"]: place for place, record in read_records(results_file(path)) if record["key"] in keys}
+    except CheckpointError as error:
+        yield str(path), error
+        return
+    for key, place in places.items():
+        name = "{} #{}".format(*keys[key])
+        try:
+            sample = EvalSample.from_record(read_record(place))
+            file = trajectory_file(results_file(path), key)
+            if not file.is_file():
+                raise Unreadable("its model calls are not kept: evaluate with --keep-trajectories")
+            yield RecordedEpisode(name, sample.action, sample.step_result, _trajectory(file), sample.environment)
+        except (Unreadable, CheckpointError, TrajectoryFileError, OSError, ValueError) as error:
+            yield name, error
+
+
+def _trajectory(file: Path) -> Trajectory:
+    return Trajectory.from_bytes(file.read_bytes(), name=str(file), changed_too=True)
+
+
+def _of_journal(path: Path) -> RecordedEpisode:
+    point = checkpoint(Journal(path))
+    if point.result is None:
+        raise Unreadable("the episode has not ended: resume it first")
+    action = Action(**point.action)
+    result = point.step_result(read_conversation(action).history_length)
+    return RecordedEpisode(path.stem, action, result, point.trajectory, point.environment)
+
+
+def _of_trajectory(path: Path) -> RecordedEpisode:
+    raise Unreadable("a trajectory alone does not hold the task: name the evaluation or the journal that it is from")
+
+
+# --- to run them again ---
+
+
+async def replay(
+    paths: Iterable[str | PathLike[str]],
+    make_environment: EnvironmentFactory | None,
+    *,
+    tools: Tools = "recorded",
+    concurrency: int = 4,
+) -> AsyncIterator[Replayed]:
+    """Run recorded episodes again, and compare each stage with the record, up to the first difference.
+
+    No server is asked. Tools return what they returned then, and a simulated user says what it said; with
+    `tools="live"` the tools run, and their results are compared. A reward that asks a model is not computed again.
+
+    Args:
+        paths: Evaluations with `keep_trajectories`, journals, folders of training steps, or folders of these.
+        make_environment: Function that returns the environment of a task; its model must be an `SGLangModel`, whose
+            server need not exist. None if only training steps are replayed.
+        tools: Whether tools return what they returned then, or run.
+        concurrency: Episodes at the same time.
+
+    Yields:
+        What came of each episode, in the order of the files.
+    """
+    running: list[asyncio.Task[list[Replayed]]] = []
+    try:
+        for path in paths:
+            for found in recorded_episodes(path):
+                running.append(asyncio.ensure_future(_replay_found(found, make_environment, tools)))
+                while len(running) >= concurrency:
+                    for replayed in await running.pop(0):
+                        yield replayed
+        while running:
+            for replayed in await running.pop(0):
+                yield replayed
+    finally:
+        for task in running:
+            task.cancel()
+
+
+async def _replay_found(found: Any, make_environment: EnvironmentFactory | None, tools: Tools) -> list[Replayed]:
+    if isinstance(found, Path):
+        return [*replay_step(found)]
+    if not isinstance(found, RecordedEpisode):
+        name, error = found
+        return [Replayed(name, {"record": f"cannot be read: {one_line(error)}"})]
+    replayed = Replayed(found.name, recorded=found.trajectory)
+    if not _check_record(replayed, found.trajectory):
+        return [replayed]
+    if make_environment is None:
+        replayed.stages["agent"] = "no environment is given"
+        return [replayed]
+    try:
+        env = await maybe_await(make_environment(found.action.model_copy(deep=True)))
+    except Exception as error:
+        replayed.stages["agent"] = f"the environment cannot be made: {one_line(error)}"
+        return [replayed]
+    await _run_again(replayed, found, cast(Environment, env), tools)
+    return [replayed]
+
+
+def _check_record(replayed: Replayed, trajectory: Trajectory) -> bool:
+    """Check a trajectory's file against itself; return whether it holds."""
+    found = [one for one in findings([as_group(trajectory, name=replayed.name)]) if one.kind in _CONTRADICTIONS]
+    if found:
+        first = found[0]
+        replayed.differs(Difference(f"{first.kind}: {first.why}", first.turn, first.token, stage="record"))
+        return False
+    replayed.stages["record"] = SAME
+    return True
+
+
+_CONTRADICTIONS = frozenset(
+    {
+        *("logprobs-shifted", "logprobs", "mask-not-sampled", "mask-off-policy", "not-trained", "trained-twice"),
+        *("id-text", "ids", "version-falls", "version", "reward", "experts-missing", "changed", "structure"),
+    }
+)
+"""Kinds of findings of which one means that a file is not what was written; others tell of the episode itself."""
+
+
+async def _run_again(replayed: Replayed, episode: RecordedEpisode, env: Environment, tools: Tools) -> None:
+    replayed.changed = _changed(episode.identity or {}, env.identity())
+    env.journal, env.retries, env.episode_timeout = None, 0, None
+    reward_fn, env.reward_fn = env.reward_fn, None
+    env.rerun = rerun = Rerun(episode, tools)
+    recording = rerun.recording
+    result = await env.step(episode.action.model_copy(deep=True))
+    replayed.now = recording.trajectory
+    was_cut = recording.has_ended and episode.result.termination_reason in ENDED_BY_OTHERS
+    if not was_cut:
+        recording.check_end()
+        if recording.difference is not None:
+            replayed.differs(recording.difference)
+            return
+    replayed.stages["agent"] = SAME
+    replayed.stages["tools"] = SAME if tools == "live" else "recorded only"
+    then, now = episode.result.termination_reason, result.termination_reason
+    if then is not now and not was_cut:
+        last = max((turn.index for turn in episode.trajectory.turns), default=None)
+        told = now.value if result.error is None else f"{now.value} ({result.error})"
+        replayed.differs(Difference("outcome", last, None, then.value, told, stage="outcome"))
+        return
+    replayed.stages["outcome"] = SAME if then is now else "the machines ended it"
+    if reward_fn is None:
+        replayed.stages["reward"] = "there is no reward function"
+    elif was_cut:
+        replayed.stages["reward"] = "recorded only"
+    elif getattr(reward_fn, "asks_a_model", False):
+        replayed.stages["reward"] = "recorded only: it asks a model"
+    else:
+        await _reward_again(replayed, episode, reward_fn, env.reward_timeout)
+    if replayed.difference is None:
+        replayed.stages |= dict.fromkeys(("credit", "loss"), "not in the file")
+
+
+async def _reward_again(
+    replayed: Replayed, episode: RecordedEpisode, reward_fn: RewardFunction, timeout: float | None
+) -> None:
+    again = await compute_reward(reward_fn, episode.action, episode.result, timeout=timeout)
+    values = [None if one.reward is None else one.reward.reward for one in (episode.result, again)]
+    if values[0] == values[1]:
+        replayed.stages["reward"] = SAME
+        return
+    told = values[1] if again.reward_error is None else again.reward_error
+    replayed.differs(Difference("reward", None, None, values[0], told, stage="reward"))
+
+
+def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return which entries of two descriptions differ, by name."""
+    names = []
+    for name in {**then, **now}:
+        first, second = then.get(name), now.get(name)
+        if name == "model_factory" or name == "served" or not then or first == second:  # where the model is
+            continue
+        inner = isinstance(first, Mapping) and isinstance(second, Mapping)
+        names += _changed(first, second, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return names
+
+
+# --- training steps ---
+
+
+def replay_step(folder: Path) -> Iterator[Replayed]:
+    """Compute the rows of a training step again from its trajectories and rewards; yield an entry per episode."""
+    try:
+        rows = TrainingRows.load(folder / ROWS)
+    except (OSError, RowsFileError) as error:
+        yield Replayed(str(folder / ROWS), {"record": f"cannot be read: {one_line(error)}"})
+        return
+    entries: dict[str, Replayed] = {}
+    episodes = []
+    for name, facts in rows.episodes.items():
+        replayed = entries[name] = Replayed(f"{folder.name}/{name}")
+        try:
+            replayed.recorded = _trajectory(folder / "trajectories" / f"{name}.safetensors")
+        except (OSError, TrajectoryFileError) as error:
+            replayed.stages["record"] = f"cannot be read: {one_line(error)}"
+            continue
+        if _check_record(replayed, replayed.recorded):
+            replayed.stages |= dict.fromkeys(("agent", "tools", "outcome", "reward"), "the task is not in the file")
+            known = {key: facts[key] for key in ("reward", "group", "outcome")}
+            turns = {int(turn): value for turn, value in (facts["turn_rewards"] or {}).items()}
+            episodes.append(Episode(replayed.recorded, id=name, turn_rewards=turns, **known))
+    again: dict[str, list[TrainingRow]] = {}
+    if rows.settings and len(episodes) == len(entries):
+        for row in training_rows(episodes, **rows.settings):
+            again.setdefault(row.episode, []).append(row)
+    for name, replayed in entries.items():
+        own = [row for row in rows if row.episode == name]
+        if replayed.difference is None and replayed.recorded is not None:
+            if not again and own:
+                replayed.stages["credit"] = "not all episodes of the batch and its settings are in the file"
+            else:
+                _compare_rows(replayed, own, again.get(name, []))
+        yield replayed
+
+
+def _compare_rows(replayed: Replayed, recorded: Sequence[TrainingRow], now: Sequence[TrainingRow]) -> None:
+    for then in recorded:
+        row = next((one for one in now if one.token_ids == then.token_ids), None)
+        if row is None:
+            replayed.differs(Difference("a row that is not made any more", then.spans[-1].turn, stage="credit"))
+            return
+        for name in ("loss_mask", "advantages", "logprobs", "versions"):
+            pairs = enumerate(zip_longest(getattr(then, name), getattr(row, name)))
+            at = next((at for at, (one, other) in pairs if one != other), None)
+            if at is not None:
+                values = (getattr(one, name)[at] for one in (then, row))
+                replayed.differs(Difference(name, _turn_at(then, at), at, *values, stage="credit"))
+                return
+    replayed.stages |= {"credit": SAME, "loss": "recorded only"}
+
+
+def _turn_at(row: TrainingRow, position: int) -> int | None:
+    stop = 0
+    for span in row.spans:
+        stop += span.prompt_tokens + span.sampled_tokens
+        if position < stop:
+            return span.turn
+    return None
+
+
+# --- what people read ---
+
+
+def summary(replayed: Sequence[Replayed]) -> Iterator[str]:
+    """Yield lines that say how many episodes are the same, and by which cause the others differ."""
+    same = sum(one.difference is None and SAME in one.stages.values() for one in replayed)
+    unread = [one for one in replayed if SAME not in one.stages.values() and one.difference is None]
+    yield f"{same} of {counted(len(replayed), 'episode')} replayed without a difference"
+    causes = Counter((one.difference.stage, one.difference.what) for one in replayed if one.difference is not None)
+    for (stage, what), count in causes.most_common():
+        yield f"{count:6}  {stage}: {what}"
+    if unread:
+        yield f"{len(unread):6}  not compared"
+    changed = Counter(name for one in replayed for name in one.changed)
+    if changed:
+        yield f"the environment has another {', '.join(changed)} than in the record"
+
+
+def assert_replays(
+    path: str | PathLike[str], make_environment: EnvironmentFactory | None = None, *, tools: Tools = "recorded"
+) -> None:
+    """Fail unless recorded episodes run again without a difference; for regression tests of your own.
+
+    Args:
+        path: What `replay` takes.
+        make_environment: Function that returns the environment of a task.
+        tools: Whether tools return what they returned then, or run.
+
+    Raises:
+        AssertionError: An episode differs, cannot be read, or cannot run; each has a line.
+
+    Examples:
+        ```python
+        def test_recorded_episodes_replay():
+            assert_replays("tests/episodes", lambda action: MyEnvironment(model_factory, MyReward()))
+        ```
+    """
+
+    async def run() -> list[Replayed]:
+        return [one async for one in replay([path], make_environment, tools=tools)]
+
+    replayed = asyncio.run(run())
+    wrong = [one for one in replayed if one.difference is not None or SAME not in one.stages.values()]
+    assert replayed, f"{path}: no recorded episodes"
+    told = [f"{one}; {_unread(one)}" if one.difference is None else str(one) for one in wrong]
+    assert not wrong, "\n".join([*summary(replayed), *told])
+
+
+def _unread(replayed: Replayed) -> str:
+    return "; ".join(f"{stage}: {told}" for stage, told in replayed.stages.items())

@@ -1,0 +1,190 @@
+"""A recorded trajectory that answers model calls in place of a server, up to the first call that asks something else.
+
+What was sampled is fixed, and everything else runs again: the agent, its hooks, the chat template and the parser. Calls
+find their recorded turn by the tokens that they ask, so agents may ask in another order than they did.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from strands.types.exceptions import ContextWindowOverflowException
+
+from ..outcomes import TerminationReason
+from .trajectory import Trajectory
+from .turn import RecordedError, Turn
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a record and a run of it part.
+
+    Attributes:
+        what: What differs.
+        turn: The `Turn.index` in the record; None if it is no turn.
+        token: Position in the turn's sequence from which tokens differ; None if it is not tokens that differ.
+        recorded: What the record has; None for nothing.
+        now: What the run has; None for nothing.
+        stage: Where in the way from the record to the loss it is.
+    """
+
+    what: str
+    turn: int | None = None
+    token: int | None = None
+    recorded: Any = None
+    now: Any = None
+    stage: str = "agent"
+
+
+class ReplayDifferenceError(Exception):
+    """The run of a recorded episode differs from its record, and ends here."""
+
+
+class Recording:
+    """Answers the calls of a new trajectory with what another one has recorded. Thread-safe.
+
+    Attributes:
+        recorded: The recorded trajectory.
+        trajectory: The new one.
+        difference: Where they part; None as long as they do not.
+        has_ended: Whether a call came after all that is recorded.
+    """
+
+    def __init__(self, recorded: Trajectory) -> None:
+        """Begin at the first turn.
+
+        Args:
+            recorded: The recorded trajectory. It is not changed.
+        """
+        self.recorded = recorded
+        self.difference: Difference | None = None
+        self.has_ended = False
+        self.trajectory = Trajectory()
+        self.trajectory.source = self
+        self._waiting = list(recorded.turns)
+        self._twins: dict[int, Turn] = {}  # the recorded turns, by the index of the new ones
+        self._agents: dict[str | None, str | None] = {}  # the recorded ones, by the new ones
+        self._lock = threading.Lock()
+
+    def note(self, difference: Difference) -> None:
+        """Note a difference, unless there is an earlier one; the next model call ends the run."""
+        self.difference = self.difference or difference
+
+    def differ(self, difference: Difference) -> NoReturn:
+        """Note a difference and end the run.
+
+        Raises:
+            ReplayDifferenceError: Always.
+        """
+        self.note(difference)
+        raise ReplayDifferenceError(difference.what)
+
+    def turn_of(self, turn: Turn) -> Turn:
+        """Return the recorded turn that asked what a new one asks.
+
+        Raises:
+            ReplayDifferenceError: None did.
+        """
+        with self._lock:
+            if self.difference is not None or self.has_ended:
+                raise ReplayDifferenceError("the run has ended")
+            found = next((one for one in self._waiting if self._asks_the_same(turn, one)), None)
+            if found is not None:
+                self._waiting.remove(found)
+                self._twins[turn.index] = found
+                self._agents.setdefault(turn.agent, found.agent)
+                return found
+            known = self._agents.get(turn.agent)
+            waiting = [one for one in self._waiting if known is None or one.agent == known]
+            if not waiting:
+                self.has_ended = True
+                last = max((one.index for one in self._twins.values()), default=None)
+                self.differ(Difference("a model call that is not recorded follows", last, now=turn.reason))
+            ids = turn.token_ids()
+            starts = [(shared_length(ids, one.token_ids()[: one.prompt_tokens]), one) for one in waiting]
+            token, nearest = max(starts, key=lambda start: (start[0], -start[1].index))
+            if ids == nearest.token_ids()[: nearest.prompt_tokens]:
+                what = Difference("where the call attaches", nearest.index, None, nearest.reason, turn.reason)
+            else:
+                what = Difference("prompt", nearest.index, token, nearest, turn)
+            self.differ(what)
+
+    def _asks_the_same(self, turn: Turn, recorded: Turn) -> bool:
+        parent = None if turn.parent is None else self._twins.get(turn.parent.index)
+        return (
+            parent is recorded.parent
+            and turn.prompt_ids == recorded.prompt_ids
+            and turn.parent_kept == recorded.parent_kept
+            and turn.is_auxiliary == recorded.is_auxiliary
+            and _pictures(turn) == _pictures(recorded)
+        )
+
+    def check_request(self, turn: Turn, recorded: Turn, *, random_seeds: bool) -> None:
+        """Compare how two turns are sampled.
+
+        Args:
+            turn: The new turn.
+            recorded: The recorded one.
+            random_seeds: Whether their seeds are random, so that they are not compared.
+
+        Raises:
+            ReplayDifferenceError: They differ.
+        """
+        left_out = {"sampling_seed"} if random_seeds else set()
+        if recorded.clamped and self.recorded.context_length is None:
+            left_out.add("max_new_tokens")
+        then, now = (
+            {name: value for name, value in {**one.sampling_params, **one.request_fields}.items() if name not in left_out}
+            for one in (recorded, turn)
+        )
+        for name in {**then, **now}:
+            if then.get(name) != now.get(name):
+                self.differ(Difference(f"the request's {name}", recorded.index, None, then.get(name), now.get(name)))
+        if turn.constrained != recorded.constrained:
+            self.differ(Difference("grammar", recorded.index, None, recorded.constrained, turn.constrained))
+
+    def check_answer(self, turn: Turn, recorded: Turn) -> None:
+        """Compare what the parser found in the same tokens.
+
+        Raises:
+            ReplayDifferenceError: They differ.
+        """
+        for name in ("answered", "tool_calls", "has_reasoning", "ends_in_reasoning"):
+            then, now = getattr(recorded, name), getattr(turn, name)
+            if then != now and recorded.answer_key is not None:
+                self.differ(Difference("the parsed answer", recorded.index, recorded.prompt_tokens, then, now))
+        if recorded.answer_key is None:
+            self.differ(Difference("the parsed answer", recorded.index, recorded.prompt_tokens, recorded.failure, "parsed"))
+
+    def failure_of(self, recorded: Turn) -> BaseException:
+        """Return an error that ends a call as the recorded one ended."""
+        if recorded.failure_outcome is TerminationReason.CONTEXT_WINDOW_OVERFLOW:
+            return ContextWindowOverflowException(recorded.failure)
+        return RecordedError(recorded.failure or "the call did not end", recorded.failure_outcome)
+
+    def check_end(self) -> None:
+        """Note a difference in what became of the answers, or of a turn of the main agent that was not asked."""
+        if self.difference is not None:
+            return
+        main = next((turn.agent for turn in self.recorded.turns if not turn.is_auxiliary), None)
+        missing = next((turn for turn in self._waiting if turn.agent == main), None)
+        if missing is not None:
+            self.note(Difference("a model call that is not made any more", missing.index, None, missing.reason))
+        for turn in self.trajectory.turns:
+            recorded = self._twins.get(turn.index)
+            if recorded is not None and turn.status is not recorded.status:
+                then, now = (f"{one.status.value} {one.note}".strip() for one in (recorded, turn))
+                self.note(Difference("what became of the answer", recorded.index, None, then, now))
+
+
+def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many items two sequences have in common at their start."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def _pictures(turn: Turn) -> Any:
+    return None if turn.images is None else [picture.data for picture in turn.images.pictures]
