@@ -221,11 +221,10 @@ def build_parser() -> terminal.Parser:
         default="recorded",
         help="recorded: tools return what they returned then; live: they run (default: %(default)s)",
     )
-    for group, names in (("environment", None), ("model", ("--model", "--tokenizer", "--chat-template", "--tool-parser"))):
-        for name, option in _OPTIONS[group].items():
-            if names is None or name in names:
-                shown_value, told, settings = (*option, {})[:3]
-                _add(again, name, shown_value, told.split(" (default:")[0], {**settings, "default": None})
+    model_options = {name: _OPTIONS["model"][name] for name in _REPLAYED}
+    for name, option in {**_OPTIONS["environment"], **model_options}.items():
+        shown_value, told, settings = (*option, {})[:3]
+        _add(again, name, shown_value, told.split(" (default:")[0], {**settings, "default": None})
     again.add_argument("--html", action="store_true", help="write a page with the record beside the run")
     terminal.add_page_options(again, "replay.html")
     compare.add_argument("first", type=evaluation_in, metavar="A", help="--output of the first evaluation")
@@ -289,6 +288,9 @@ _THRESHOLD = (
     "a sample with at least this reward is a success (default: %(default)s)",
     {"type": finite, "default": 1.0},
 )
+_REPLAYED = ("--model", "--tokenizer", "--chat-template", "--tool-parser")
+"""Options of the model that a replay may change."""
+
 _OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "tasks": {
         "--dataset": (
@@ -679,25 +681,24 @@ def score_results(arguments: argparse.Namespace) -> int:
 
 def replay_episodes(arguments: argparse.Namespace) -> int:
     """Run recorded episodes again; return the exit code."""
-    from .replay import Replayed, described, replay, replay_page, summary
+    from .replay import Replayed, as_data, replay, replay_page, summary
 
     if (arguments.output is not None or arguments.open) and not arguments.html:
         raise UsageError("--output and --open need --html")
     logging.getLogger("strands").setLevel(logging.CRITICAL)
     logging.getLogger("strands_env.core").setLevel(logging.CRITICAL)  # the report says it
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     done: list[Replayed] = []
-    pairs: list[Replayed] = []
 
     async def run() -> None:
         for file in arguments.files:
             make = environment_of_run(arguments, file)
             async for one in replay([file], make, tools=arguments.tools):
                 done.append(one)
-                if one.difference is not None:
-                    pairs.append(one)
-                    if not arguments.json:
-                        say(paint(f"{one.name}: {described(one.difference)}", "red"))
-                one.recorded = one.now = None if one not in pairs or not arguments.html else one.now
+                if not one.is_same and not arguments.json:
+                    say(paint(str(one), "yellow" if one.difference is None else "red"))
+                if not arguments.html or one.difference is None:
+                    one.recorded = one.now = None  # thousands of episodes need no memory
 
     code = 0
     try:
@@ -706,7 +707,15 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
         code = STOPPED
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise UsageError(error) from error
-    return say(*summary(done), code=code or (FAILED if pairs else 0))
+    code = code or (0 if done and all(one.is_same for one in done) else FAILED)
+    if arguments.json:
+        return say(as_json([*map(as_data, done)]), code=code)
+    say(*summary(done))
+    if arguments.html and any(one.difference is not None for one in done):
+        page = (arguments.output or Path("replay.html")).absolute()
+        page.write_text(replay_page(done), encoding="utf-8")
+        terminal.say_page("strands-env", page, is_opened=arguments.open)
+    return code
 
 
 def environment_of_run(arguments: argparse.Namespace, file: str) -> Any:
@@ -726,10 +735,10 @@ def environment_of_run(arguments: argparse.Namespace, file: str) -> Any:
         config = {}
     known = vars(build_parser().parse_args(["eval"]))
     given = {name: value for name, value in vars(arguments).items() if value is not None and name in known}
-    sampled = {name: config.get(name) for name in ("tokenizer", "tool_parser", "sampling_params") if name in config}
-    kept = {name: config[name] for name in ("env", "env_args", "system_prompt", "reward", "reward_args") if name in config}
-    sampled |= {"model": config.get("model_id"), "model_args": config.get("config", {})}
-    merged = argparse.Namespace(**{**known, **kept, **sampled, **given, "base_url": "http://127.0.0.1:9"})
+    names = ("env", "env_args", "system_prompt", "reward", "reward_args", "tokenizer", "tool_parser", "sampling_params")
+    recorded: dict[str, Any] = {name: config[name] for name in names if name in config}
+    recorded |= {"model": config.get("model_id"), "model_args": config.get("config", {})}
+    merged = argparse.Namespace(**{**known, **recorded, **given, "base_url": "http://127.0.0.1:9"})
     if merged.env is None:
         return None
     return named_environment(merged, model_factory_of(merged, model_config(merged)))[0]

@@ -8,19 +8,20 @@ changed since. A stage that a file does not hold is named, never assumed to be t
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import product, zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
 from strands_sglang import Journal, JournalError, TerminationReason, Trajectory, TrajectoryFileError, Turn
-from strands_sglang.credit import Episode, RowsFileError, TrainingRow, TrainingRows, training_rows
+from strands_sglang.credit import Episode, RowsFileError, TrainingRow, TrainingRows, losses, training_rows
 from strands_sglang.shown import counted, one_line, visible
 from strands_sglang.trajectory.recording import Difference
-from strands_sglang.viewer import as_group, findings
+from strands_sglang.viewer import Finding, Group, UnreadableError, as_group, findings, read_episodes, render
 
 from .core import Action, Environment, RewardFunction
 from .core.durable import checkpoint
@@ -67,6 +68,11 @@ class Replayed:
     recorded: Trajectory | None = field(default=None, repr=False)
     now: Trajectory | None = field(default=None, repr=False)
 
+    @property
+    def is_same(self) -> bool:
+        """Whether the agent ran as recorded, or the rows of a training step are the recorded ones."""
+        return self.difference is None and SAME in (self.stages.get("agent"), self.stages.get("credit"))
+
     def differs(self, difference: Difference) -> Replayed:
         """Note the difference, at its stage."""
         self.stages[difference.stage] = DIFFERS
@@ -75,12 +81,15 @@ class Replayed:
 
     def __str__(self) -> str:
         """One line: the name, and what differs where."""
-        if self.difference is None:
-            return f"{self.name}: {SAME if SAME in self.stages.values() else 'not compared'}"
-        return f"{self.name}: {described(self.difference)}"
+        if self.difference is not None:
+            return f"{self.name}: {described(self.difference)}"
+        if self.is_same:
+            return f"{self.name}: {SAME}"
+        told = (f"{stage}: {why}" for stage, why in self.stages.items() if why != SAME)
+        return f"{self.name}: not compared ({'; '.join(told)})"
 
 
-class Unreadable(Exception):
+class NotEnoughError(Exception):
     """A recorded episode cannot be read, or is not enough to run it again; says why."""
 
 
@@ -131,14 +140,22 @@ def recorded_episodes(path: str | PathLike[str]) -> Iterator[RecordedEpisode | P
         inner += sorted(found.parent for found in path.glob(f"*/{ROWS}"))
         inner += sorted(found.parent for found in path.glob(f"steps/*/{ROWS}"))
         if not inner:
-            yield str(path), Unreadable("no recorded episodes: no evaluation, journal, trajectory or training step")
+            yield str(path), NotEnoughError("no recorded episodes: no evaluation, journal, trajectory or training step")
         for one in inner:
             name = one.name.removesuffix(".run.json")
             yield from recorded_episodes(one if name == one.name else one.with_name(f"{name}.jsonl"))
     else:
         try:
             yield _of_journal(path) if path.suffix == ".journal" else _of_trajectory(path)
-        except (Unreadable, JournalError, TrajectoryFileError, OSError, LookupError, TypeError, ValueError) as error:
+        except (
+            NotEnoughError,
+            JournalError,
+            TrajectoryFileError,
+            OSError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
             yield str(path), error
 
 
@@ -150,15 +167,15 @@ def _samples(path: Path) -> Iterator[RecordedEpisode | tuple[str, Exception]]:
     except CheckpointError as error:
         yield str(path), error
         return
-    for key, place in places.items():
+    for key in (key for key in keys if key in places):
         name = "{} #{}".format(*keys[key])
         try:
-            sample = EvalSample.from_record(read_record(place))
+            sample = EvalSample.from_record(read_record(places[key]))
             file = trajectory_file(results_file(path), key)
             if not file.is_file():
-                raise Unreadable("its model calls are not kept: evaluate with --keep-trajectories")
+                raise NotEnoughError("its model calls are not kept: evaluate with --keep-trajectories")
             yield RecordedEpisode(name, sample.action, sample.step_result, _trajectory(file), sample.environment)
-        except (Unreadable, CheckpointError, TrajectoryFileError, OSError, ValueError) as error:
+        except (NotEnoughError, CheckpointError, TrajectoryFileError, OSError, ValueError) as error:
             yield name, error
 
 
@@ -169,14 +186,16 @@ def _trajectory(file: Path) -> Trajectory:
 def _of_journal(path: Path) -> RecordedEpisode:
     point = checkpoint(Journal(path))
     if point.result is None:
-        raise Unreadable("the episode has not ended: resume it first")
+        raise NotEnoughError("the episode has not ended: resume it first")
     action = Action(**point.action)
     result = point.step_result(read_conversation(action).history_length)
     return RecordedEpisode(path.stem, action, result, point.trajectory, point.environment)
 
 
 def _of_trajectory(path: Path) -> RecordedEpisode:
-    raise Unreadable("a trajectory alone does not hold the task: name the evaluation or the journal that it is from")
+    raise NotEnoughError(
+        "a trajectory alone does not hold the task: name the evaluation or the journal that it is from"
+    )
 
 
 # --- to run them again ---
@@ -227,7 +246,8 @@ async def _replay_found(found: Any, make_environment: EnvironmentFactory | None,
         name, error = found
         return [Replayed(name, {"record": f"cannot be read: {one_line(error)}"})]
     replayed = Replayed(found.name, recorded=found.trajectory)
-    if not _check_record(replayed, found.trajectory):
+    group = as_group(found.name, {found.name: found.trajectory})
+    if not _check_record(replayed, group, findings([group])):
         return [replayed]
     if make_environment is None:
         replayed.stages["agent"] = "no environment is given"
@@ -241,24 +261,37 @@ async def _replay_found(found: Any, make_environment: EnvironmentFactory | None,
     return [replayed]
 
 
-def _check_record(replayed: Replayed, trajectory: Trajectory) -> bool:
-    """Check a trajectory's file against itself; return whether it holds."""
-    found = [one for one in findings([as_group(trajectory, name=replayed.name)]) if one.kind in _CONTRADICTIONS]
-    if found:
-        first = found[0]
-        replayed.differs(Difference(f"{first.kind}: {first.why}", first.turn, first.token, stage="record"))
-        return False
-    replayed.stages["record"] = SAME
-    return True
+def _check_record(replayed: Replayed, group: Group, found: Iterable[Finding]) -> bool:
+    """Note the first finding that no recorder makes by mistake; return whether there is none.
+
+    Args:
+        replayed: The episode.
+        group: The group with the episode.
+        found: What the doctor found in it.
+    """
+    first = next((one for one in found if one.kind in (*_CONTRADICTIONS, *_CREDIT)), None)
+    if first is None:
+        replayed.stages["record"] = SAME
+        return True
+    turn, token = first.turn, first.token
+    if turn is None and first.sequence is not None and token is not None:
+        episode = next(one for one in group.episodes if one.id == first.episode)
+        steps = episode.sequences[first.sequence].steps
+        turn = next((step.turn.index for step in steps if token < step.stop), None)
+    stage = "credit" if first.kind in _CREDIT else "record"
+    replayed.differs(Difference(f"{first.kind}: {first.why}", turn, token, stage=stage))
+    return False
 
 
-_CONTRADICTIONS = frozenset(
-    {
-        *("logprobs-shifted", "logprobs", "mask-not-sampled", "mask-off-policy", "not-trained", "trained-twice"),
-        *("id-text", "ids", "version-falls", "version", "reward", "experts-missing", "changed", "structure"),
-    }
+_CONTRADICTIONS = (
+    *("logprobs-shifted", "logprobs", "id-text", "ids", "version-falls", "version", "experts-missing"),
+    *("changed", "structure", "reward"),
 )
-"""Kinds of findings of which one means that a file is not what was written; others tell of the episode itself."""
+_CREDIT = (
+    *("mask-not-sampled", "mask-off-policy", "not-trained", "trained-twice", "advantage", "weight"),
+    *("reward-sibling", "group"),
+)
+"""Kinds of findings that mean that a file is not what was recorded; others tell how the episode went."""
 
 
 async def _run_again(replayed: Replayed, episode: RecordedEpisode, env: Environment, tools: Tools) -> None:
@@ -315,8 +348,10 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
         first, second = then.get(name), now.get(name)
         if name == "model_factory" or name == "served" or not then or first == second:  # where the model is
             continue
-        inner = isinstance(first, Mapping) and isinstance(second, Mapping)
-        names += _changed(first, second, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+        if isinstance(first, Mapping) and isinstance(second, Mapping):
+            names += _changed(first, second, f"{prefix}{name}.")
+        else:
+            names.append(f"{prefix}{name}")
     return names
 
 
@@ -326,51 +361,80 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
 def replay_step(folder: Path) -> Iterator[Replayed]:
     """Compute the rows of a training step again from its trajectories and rewards; yield an entry per episode."""
     try:
-        rows = TrainingRows.load(folder / ROWS)
-    except (OSError, RowsFileError) as error:
+        rows = TrainingRows.load(folder / ROWS, changed_too=True)
+        [groups], _ = read_episodes([folder])
+    except (OSError, RowsFileError, UnreadableError) as error:
         yield Replayed(str(folder / ROWS), {"record": f"cannot be read: {one_line(error)}"})
         return
+    found = findings(groups)
     entries: dict[str, Replayed] = {}
     episodes = []
-    for name, facts in rows.episodes.items():
-        replayed = entries[name] = Replayed(f"{folder.name}/{name}")
-        try:
-            replayed.recorded = _trajectory(folder / "trajectories" / f"{name}.safetensors")
-        except (OSError, TrajectoryFileError) as error:
-            replayed.stages["record"] = f"cannot be read: {one_line(error)}"
-            continue
-        if _check_record(replayed, replayed.recorded):
-            replayed.stages |= dict.fromkeys(("agent", "tools", "outcome", "reward"), "the task is not in the file")
-            known = {key: facts[key] for key in ("reward", "group", "outcome")}
-            turns = {int(turn): value for turn, value in (facts["turn_rewards"] or {}).items()}
-            episodes.append(Episode(replayed.recorded, id=name, turn_rewards=turns, **known))
+    for group in groups:
+        for inspected in group.episodes:
+            replayed = entries[inspected.id] = Replayed(f"{folder.name}/{inspected.id}", recorded=inspected.trajectory)
+            own = (one for one in found if one.episode in (inspected.id, None) and one.group in (group.id, None))
+            if not inspected.has_trajectory:
+                replayed.stages["record"] = "its trajectory is not in the folder"
+            elif _check_record(replayed, group, own):
+                replayed.stages |= dict.fromkeys(("agent", "tools", "outcome", "reward"), "the task is not in the file")
+                facts = rows.episodes.get(inspected.id, {})
+                known = {name: facts.get(name) for name in ("reward", "group", "outcome")}
+                turns = {int(turn): value for turn, value in (facts.get("turn_rewards") or {}).items()}
+                episodes.append(Episode(inspected.trajectory, id=inspected.id, turn_rewards=turns, **known))
     again: dict[str, list[TrainingRow]] = {}
-    if rows.settings and len(episodes) == len(entries):
+    is_whole = bool(rows.settings) and len(episodes) == len(entries)
+    if is_whole:
         for row in training_rows(episodes, **rows.settings):
             again.setdefault(row.episode, []).append(row)
+    weights = dict(zip(map(id, rows), _weights(rows), strict=True))
     for name, replayed in entries.items():
-        own = [row for row in rows if row.episode == name]
-        if replayed.difference is None and replayed.recorded is not None:
-            if not again and own:
-                replayed.stages["credit"] = "not all episodes of the batch and its settings are in the file"
+        if replayed.stages.get("record") == SAME:
+            if is_whole:
+                pairs = [(row, weights[id(row)]) for row in rows if row.episode == name]
+                _compare_rows(replayed, pairs, again.get(name, []))
             else:
-                _compare_rows(replayed, own, again.get(name, []))
+                replayed.stages["credit"] = "not all of the batch, or its settings, is in the file"
         yield replayed
 
 
-def _compare_rows(replayed: Replayed, recorded: Sequence[TrainingRow], now: Sequence[TrainingRow]) -> None:
-    for then in recorded:
+def _weights(rows: TrainingRows) -> list[float | None]:
+    """Return the weights that the rows have in the loss that most of them fit; the recorded ones if there is none."""
+    recorded = [row.loss_weight for row in rows]
+    best: list[Any] = recorded
+    most = len(rows) // 2
+    for normalizer, loss in product(("episode_mean", "token_mean"), losses()):
+        try:
+            weights = rows.weights(cast(Any, normalizer), loss, micro_batches=[range(len(rows))])
+        except ValueError:  # it needs what the file does not have
+            continue
+        pairs = zip(recorded, weights, strict=True)
+        fitting = sum(then is not None and math.isclose(then, now, rel_tol=1e-6) for then, now in pairs)
+        if fitting > most:
+            best, most = weights, fitting
+    return best
+
+
+def _compare_rows(
+    replayed: Replayed, recorded: Sequence[tuple[TrainingRow, float | None]], now: Sequence[TrainingRow]
+) -> None:
+    """Compare the rows of an episode, each with its weight, to those that are made now."""
+    for then, weight in recorded:
         row = next((one for one in now if one.token_ids == then.token_ids), None)
+        last = then.spans[-1].turn
         if row is None:
-            replayed.differs(Difference("a row that is not made any more", then.spans[-1].turn, stage="credit"))
+            replayed.differs(Difference("a row that is not made any more", last, stage="credit"))
             return
         for name in ("loss_mask", "advantages", "logprobs", "versions"):
             pairs = enumerate(zip_longest(getattr(then, name), getattr(row, name)))
             at = next((at for at, (one, other) in pairs if one != other), None)
             if at is not None:
-                values = (getattr(one, name)[at] for one in (then, row))
-                replayed.differs(Difference(name, _turn_at(then, at), at, *values, stage="credit"))
+                value, again = (getattr(one, name)[at] for one in (then, row))
+                replayed.differs(Difference(name, _turn_at(then, at), at, value, again, "credit"))
                 return
+        is_known = then.loss_weight is not None and weight is not None
+        if is_known and not math.isclose(then.loss_weight or 0, weight or 0, rel_tol=1e-6):
+            replayed.differs(Difference("loss_weight", last, None, then.loss_weight, weight, "credit"))
+            return
     replayed.stages |= {"credit": SAME, "loss": "recorded only"}
 
 
@@ -388,17 +452,50 @@ def _turn_at(row: TrainingRow, position: int) -> int | None:
 
 def summary(replayed: Sequence[Replayed]) -> Iterator[str]:
     """Yield lines that say how many episodes are the same, and by which cause the others differ."""
-    same = sum(one.difference is None and SAME in one.stages.values() for one in replayed)
-    unread = [one for one in replayed if SAME not in one.stages.values() and one.difference is None]
+    same = sum(one.is_same for one in replayed)
     yield f"{same} of {counted(len(replayed), 'episode')} replayed without a difference"
     causes = Counter((one.difference.stage, one.difference.what) for one in replayed if one.difference is not None)
     for (stage, what), count in causes.most_common():
         yield f"{count:6}  {stage}: {what}"
-    if unread:
-        yield f"{len(unread):6}  not compared"
+    left = len(replayed) - same - causes.total()
+    if left:
+        yield f"{left:6}  not compared"
     changed = Counter(name for one in replayed for name in one.changed)
     if changed:
         yield f"the environment has another {', '.join(changed)} than in the record"
+
+
+def as_data(replayed: Replayed) -> dict[str, Any]:
+    """Return what came of an episode as JSON-like data."""
+    difference = replayed.difference
+    told = None
+    if difference is not None:
+        place = {"stage": difference.stage, "turn": difference.turn, "token": difference.token}
+        told = {**place, "what": difference.what, "told": described(difference)}
+    return {"name": replayed.name, "stages": replayed.stages, "difference": told, "changed": replayed.changed}
+
+
+def replay_page(replayed: Iterable[Replayed]) -> str:
+    """Return a page with the record and the run of each episode that differs side by side.
+
+    Raises:
+        PageTooLargeError: They hold more tokens than a page can show.
+    """
+    groups, found = [], []
+    for one in replayed:
+        difference = one.difference
+        if difference is None or one.recorded is None:
+            continue
+        pair = {"recorded": one.recorded} | ({} if one.now is None else {"now": one.now})
+        group = as_group(one.name, pair)
+        sequences = enumerate(group.episodes[0].sequences)
+        holding = (at for at, sequence in sequences for step in sequence.steps if step.turn.index == difference.turn)
+        sequence = None if difference.token is None else next(holding, None)
+        told = described(difference)
+        place = (difference.turn, sequence, difference.token)
+        found.append(Finding(difference.stage, told, group.file, one.name, "recorded", *place))
+        groups.append(group)
+    return render(groups, found, title="Replay")
 
 
 def assert_replays(
@@ -425,11 +522,6 @@ def assert_replays(
         return [one async for one in replay([path], make_environment, tools=tools)]
 
     replayed = asyncio.run(run())
-    wrong = [one for one in replayed if one.difference is not None or SAME not in one.stages.values()]
+    wrong = [str(one) for one in replayed if not one.is_same]
     assert replayed, f"{path}: no recorded episodes"
-    told = [f"{one}; {_unread(one)}" if one.difference is None else str(one) for one in wrong]
-    assert not wrong, "\n".join([*summary(replayed), *told])
-
-
-def _unread(replayed: Replayed) -> str:
-    return "; ".join(f"{stage}: {told}" for stage, told in replayed.stages.items())
+    assert not wrong, "\n".join([*summary(replayed), *wrong])

@@ -39,7 +39,15 @@ from strands_sglang import (
     Turn,
     TurnStatus,
 )
-from strands_sglang.trajectory.journal import Entry, TurnWriter, as_unseen, discard_unfinished, in_words, read_entries, versions
+from strands_sglang.trajectory.journal import (
+    Entry,
+    TurnWriter,
+    as_unseen,
+    discard_unfinished,
+    in_words,
+    read_entries,
+    versions,
+)
 
 from .supervision import invoke
 from .tools import ContainedTool

@@ -108,11 +108,14 @@ class Rerun(HookProvider):
         recorded = self._results.get(event.tool_use["toolUseId"])
         if self.tools == "recorded" or recorded is None or event.cancel_message or event.selected_tool is None:
             return
+        then: Any
+        now: Any
         then, now = ({"status": "success", **one, "toolUseId": ""} for one in (recorded, event.result))
         if then != now:
             what = f"the result of {event.tool_use['name']}"
-            shown = [one["content"] if then["status"] == now["status"] else one for one in (then, now)]
-            self.recording.note(Difference(what, self._turn(event.tool_use), None, *shown, stage="tools"))
+            if then["status"] == now["status"]:
+                then, now = then["content"], now["content"]
+            self.recording.note(Difference(what, self._turn(event.tool_use), None, then, now, "tools"))
 
     def _turn(self, use: Any) -> int | None:
         turns = self.episode.trajectory.turns

@@ -488,7 +488,7 @@ class SGLangModel(Model):
         Returns:
             Number of tokens.
         """
-        if known_facts(self.client, self.chat_template) is None:
+        if self.trajectory.source is None and known_facts(self.client, self.chat_template) is None:
             try:  # the call itself waits as long as needed
                 await asyncio.wait_for(check_server(self.client, self.chat_template), _CONTEXT_LENGTH_TIMEOUT_S)
             except Exception as error:

@@ -22,9 +22,10 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -331,9 +332,11 @@ def discard_unfinished(turns: Iterable[Turn]) -> None:
 @lru_cache
 def versions() -> dict[str, str]:
     """Return the versions of the packages that recordings depend on, by name."""
-    from .. import __version__
-
-    return {"strands-sglang": __version__, **{name: version(name) for name in ("strands-agents", "transformers")}}
+    found = {}
+    for name in ("strands-sglang", "strands-agents", "transformers"):
+        with suppress(PackageNotFoundError):  # a checkout on the path
+            found[name] = version(name)
+    return found
 
 
 def in_words(reason: Any) -> str:

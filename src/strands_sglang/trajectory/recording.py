@@ -109,7 +109,9 @@ class Recording:
             if ids == nearest.token_ids()[: nearest.prompt_tokens]:
                 what = Difference("where the call attaches", nearest.index, None, nearest.reason, turn.reason)
             else:
-                what = Difference("prompt", nearest.index, token, nearest, turn)
+                changed = [name for name in turn.parts if turn.parts[name] != nearest.parts.get(name)]
+                told = f"the prompt ({', '.join(changed)} changed)" if changed else "the prompt"
+                what = Difference(told, nearest.index, token, nearest, turn)
             self.differ(what)
 
     def _asks_the_same(self, turn: Turn, recorded: Turn) -> bool:
@@ -136,12 +138,9 @@ class Recording:
         left_out = {"sampling_seed"} if random_seeds else set()
         if recorded.clamped and self.recorded.context_length is None:
             left_out.add("max_new_tokens")
-        then, now = (
-            {name: value for name, value in {**one.sampling_params, **one.request_fields}.items() if name not in left_out}
-            for one in (recorded, turn)
-        )
+        then, now = ({**one.sampling_params, **one.request_fields} for one in (recorded, turn))
         for name in {**then, **now}:
-            if then.get(name) != now.get(name):
+            if name not in left_out and then.get(name) != now.get(name):
                 self.differ(Difference(f"the request's {name}", recorded.index, None, then.get(name), now.get(name)))
         if turn.constrained != recorded.constrained:
             self.differ(Difference("grammar", recorded.index, None, recorded.constrained, turn.constrained))
@@ -157,7 +156,8 @@ class Recording:
             if then != now and recorded.answer_key is not None:
                 self.differ(Difference("the parsed answer", recorded.index, recorded.prompt_tokens, then, now))
         if recorded.answer_key is None:
-            self.differ(Difference("the parsed answer", recorded.index, recorded.prompt_tokens, recorded.failure, "parsed"))
+            then = recorded.failure
+            self.differ(Difference("the parsed answer", recorded.index, recorded.prompt_tokens, then, "it is parsed"))
 
     def failure_of(self, recorded: Turn) -> BaseException:
         """Return an error that ends a call as the recorded one ended."""

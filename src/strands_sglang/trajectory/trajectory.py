@@ -46,8 +46,9 @@ from .tokens import TokenManager
 from .turn import Turn, TurnStatus
 
 if TYPE_CHECKING:
-    from .recording import Recording
     from transformers import PreTrainedTokenizerBase
+
+    from .recording import Recording
 
 logger = logging.getLogger(__name__)
 

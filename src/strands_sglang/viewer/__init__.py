@@ -6,10 +6,13 @@
 from ..inspection.doctor import findings
 from ..inspection.formats.trajectories import as_group
 from ..inspection.reading import UnreadableError
+from ..inspection.records import Finding, Group
 from .page import PageTooLargeError, check_size, render
 from .reports import Plot, Report, Table, Task, read_episodes
 
 __all__ = [
+    "Finding",
+    "Group",
     "PageTooLargeError",
     "Plot",
     "Report",

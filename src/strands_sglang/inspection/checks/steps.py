@@ -197,7 +197,7 @@ def _row(group: Group, sequence: TokenSequence, want: TrainingRow | None) -> Ite
     yield from _ids(group, sequence, row)
     yield from _mask(sequence, mask)
     if row.trainer_logprobs is not None:
-        yield from _trainer(sequence, np.asarray(row.trainer_logprobs), mask)
+        yield from _trainer(group, sequence, row, mask)
     if want is None:
         return
     yield from _logprobs(sequence, row, mask)
@@ -322,15 +322,18 @@ def _versions(sequence: TokenSequence, row: TrainingRow, want: TrainingRow, mask
 # --- the trainer's own logprobs ---
 
 
-def _trainer(sequence: TokenSequence, own: Any, mask: Any) -> Iterator[Facts]:
-    known = sequence.column("logprobs")
+def _trainer(group: Group, sequence: TokenSequence, row: TrainingRow, mask: Any) -> Iterator[Facts]:
+    own, known = np.asarray(row.trainer_logprobs), sequence.column("logprobs")
     trained = np.flatnonzero((mask > 0) & (sequence.mask > 0) & ~np.isnan(known))
     if len(trained) >= 4 and not own[trained].any() and known[trained].any():
         why = "the trainer's own logprobs of all trained tokens are 0, though the sampler's are not"
         yield {"kind": "logprobs", "why": why, "token": int(trained[0]), "count": len(trained)}
         return
+    # What older weights sampled may differ by any amount.
+    newest = max((one.episode_version or 0 for one in group.batch or ()), default=0)
+    is_old = np.asarray([(version_number(version) or 0) < newest for version in row.versions])
     for step in sequence.steps:
-        inside = trained[(trained >= step.sampled) & (trained < step.stop)]
+        inside = trained[(trained >= step.sampled) & (trained < step.stop) & ~is_old[trained]]
         yield from ({"turn": step.turn.index, **one} for one in _distance(own, known, inside))
     bad = np.flatnonzero((sequence.mask > 0) & (~np.isfinite(own) | (own > 1e-3)))
     stray = np.flatnonzero((sequence.mask == 0) & (mask == 0) & (own != 0.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,26 +20,24 @@ def read_trajectory_file(path: Path) -> Group:
         OSError: The file cannot be read.
         TrajectoryFileError: It is not a trajectory.
     """
-    return _group(inspect_file(path, path.stem))
+    return _group(path.stem, inspect_file(path, path.stem))
 
 
-def as_group(*trajectories: Trajectory, name: str = "", file: str = "") -> Group:
+def as_group(name: str, trajectories: Mapping[str, Trajectory]) -> Group:
     """Return trajectories of one prompt as a group.
 
     Args:
-        *trajectories: The trajectories.
-        name: Id of the group, and of its episodes.
-        file: The file that they come from.
+        name: Id of the group.
+        trajectories: The trajectories by the id of their episode.
     """
-    return _group(*(inspect(trajectory, name, file=file) for trajectory in trajectories))
+    return _group(name, *(inspect(trajectory, episode) for episode, trajectory in trajectories.items()))
 
 
-def _group(*episodes: Inspected) -> Group:
+def _group(name: str, *episodes: Inspected) -> Group:
     vocabulary: dict[int, bytes] = {}
     for episode in episodes:
         vocabulary |= episode.trajectory.pieces
-    first = episodes[0]
-    return Group(first.id, [*episodes], kind="trajectory", file=first.file, vocabulary=vocabulary)
+    return Group(name, [*episodes], kind="trajectory", file=episodes[0].file, vocabulary=vocabulary)
 
 
 def inspect_file(path: Path, name: str) -> Inspected:

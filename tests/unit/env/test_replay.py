@@ -1,0 +1,601 @@
+"""Recorded episodes run again: the same code gives no difference, changed code is found at its stage and turn."""
+
+import asyncio
+import base64
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import zlib
+from dataclasses import replace
+from itertools import cycle, islice
+
+import pytest
+from strands import tool
+from strands.hooks import HookProvider
+from strands.hooks.events import AfterModelCallEvent, AfterToolCallEvent, BeforeModelCallEvent
+
+from strands_env import cli
+from strands_env.core import Action, Environment, RewardFunction, TaskContext
+from strands_env.eval import Evaluator
+from strands_env.replay import STAGES, assert_replays, replay, replay_page, summary
+from strands_sglang import SGLangModel, Trajectory
+from strands_sglang.credit import TrainingRows
+from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
+from strands_sglang.tool_parsers import HermesToolParser
+from support.agents import build_chatml_tokenizer, call, make_agent
+from support.specimens import write_step
+
+MUTATIONS = 300
+
+
+class Length(RewardFunction):
+    """The length of the answer, and a constant."""
+
+    def __init__(self, constant=0.25):
+        self.constant = constant
+
+    async def compute(self, *, action, step_result):
+        return self.constant + len(step_result.observation.final_response or "")
+
+
+class Shop(Environment):
+    """Sells: `price` looks up, `ship` has effects, and hooks may change what it says."""
+
+    def __init__(self, *args, hooks=(), surcharge=None, about="Look up a price.", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.hooks, self.surcharge, self.about, self.asked = list(hooks), surcharge, about, []
+
+    def get_hooks(self):
+        return self.hooks
+
+    def get_tools(self):
+        @tool(description=self.about)
+        def price(item: str) -> str:
+            """Look up a price."""
+            self.asked.append(item)
+            extra = 1 if self.surcharge == len(self.asked) else 0
+            return f"{item} costs {len(item) + extra}"
+
+        @tool
+        def ship(item: str) -> str:
+            """Ship an item."""
+            if item == "air":
+                raise RuntimeError("there is none")
+            return f"{item} is on its way"
+
+        return [price, ship]
+
+
+class Edits(HookProvider):
+    """Changes what the n-th event of a kind has."""
+
+    def __init__(self, kind, number, change):
+        self.kind, self.number, self.change, self.seen = kind, number, change, 0
+
+    def register_hooks(self, registry, **kwargs):
+        registry.add_callback(self.kind, self.on_event)
+
+    def on_event(self, event):
+        if self.seen == self.number:
+            self.change(event)
+        self.seen += 1
+
+
+class Checked(HookProvider):
+    """Adds a remark to every result; part of the recorded environment."""
+
+    def register_hooks(self, registry, **kwargs):
+        registry.add_callback(AfterToolCallEvent, self.check)
+
+    def check(self, event):
+        event.result = {**event.result, "content": [*event.result["content"], {"text": "(checked)"}]}
+
+
+def script(seed):
+    """Answers of an episode: some with one or two calls, the last with none."""
+    rng = random.Random(seed)
+    answers = []
+    for number in range(rng.randint(2, 4)):
+        text = f"Step {number}. " if rng.random() < 0.5 else ""
+        calls = [call(rng.choice(["price", "ship"]), item=rng.choice(["tea", "honey", "air"])) for _ in range(2)]
+        answers.append(text + "\n".join(calls[: rng.randint(1, 2)]))
+    return [*answers, f"All done, {seed}."]
+
+
+def server_of(tokenizer, seed):
+    """A server that answers by the script."""
+    answers = script(seed)
+    return ScriptedSGLang(tokenizer, lambda request: answers[request.text.count("<|im_start|>assistant") - 1])
+
+
+def environment(tokenizer, seed=0, *, client=None, model=None, **settings):
+    """A factory of shops on a scripted server."""
+    server = server_of(tokenizer, seed)
+    defaults = {"sampling_params": {"max_new_tokens": 200, "temperature": 0.5}}
+
+    def make(action):
+        shared = SGLangModel(tokenizer=tokenizer, client=client or server.client(), **{**defaults, **(model or {})})
+        return Shop(lambda: shared, **{"reward_fn": Length(), "hooks": [Checked()], **settings})
+
+    return make
+
+
+def dead(tokenizer):
+    """A client whose server must not be asked."""
+    return ScriptedSGLang(tokenizer, [ScriptedFault("drop")] * 9).client(max_retries=0)
+
+
+async def evaluate(folder, make, prompts=1):
+    tasks = [Action(message=f"Buy {n}.", task_context=TaskContext(id=f"task-{n}")) for n in range(prompts)]
+    await Evaluator(make, output_path=folder, keep_trajectories=True).run(tasks)
+    return folder
+
+
+async def replayed(path, make=None, **options):
+    return [one async for one in replay([path], make, **options)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_chatml_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def recorded(tokenizer, tmp_path_factory):
+    """Twelve evaluations of one episode each, and three training steps."""
+    folder = tmp_path_factory.mktemp("recorded")
+    for seed in range(12):
+        asyncio.run(evaluate(folder / f"shop-{seed}", environment(tokenizer, seed)))
+    for seed in range(3):
+        write_step(folder / f"step-{seed}", tokenizer, seed=seed, experts=False)
+    return folder
+
+
+# --- mutations: each returns what to replay, and the stage and the turns at which it shows ---
+
+
+def _turns(folder):
+    [file] = folder.glob("results.trajectories/*.safetensors")
+    return Trajectory.load(file).turns
+
+
+def _first_with_calls(turns):
+    return next(turn.index for turn in turns if turn.tool_calls)
+
+
+def a_byte_of_the_template(rng, tokenizer, seed, folder):
+    before, after, turn = rng.choice(
+        [
+            ("<tool_response>", "<tool-response>", 1),
+            ("# Tools", "# tools", 0),
+            ("</tools>", "</tools >", 0),
+            ("</tool_response>", "</tool_response>\n", 1),
+        ]
+    )
+    template = tokenizer.chat_template.replace(before, after)
+    assert template != tokenizer.chat_template
+    return environment(tokenizer, seed, model={"chat_template": template}), {}, ("agent", {turn})
+
+
+def a_rule_of_the_parser(rng, tokenizer, seed, folder):
+    kind = rng.choice(["drops a call", "renames", "changes the input"])
+
+    class Mutant(HermesToolParser):
+        def parse_turn(self, *args, **kwargs):
+            parsed = super().parse_turn(*args, **kwargs)
+            calls = parsed.tool_calls[:-1]
+            if kind == "renames":
+                calls = [replace(one, name=one.name.upper()) for one in parsed.tool_calls]
+            elif kind == "changes the input":
+                calls = [replace(one, input={**one.input, "item": "salt"}) for one in parsed.tool_calls]
+            return replace(parsed, tool_calls=tuple(calls))
+
+    return (
+        environment(tokenizer, seed, model={"tool_parser": Mutant()}),
+        {},
+        ("agent", {_first_with_calls(_turns(folder))}),
+    )
+
+
+def a_result_of_a_tool(rng, tokenizer, seed, folder):
+    made = [(turn.index, one["name"]) for turn in _turns(folder) for one in turn.tool_calls]
+    prices = [index for index, name in made if name == "price"]
+    if not prices:
+        return None
+    number = rng.randrange(len(prices))
+    # Calls of one answer run at the same time, in any order.
+    return environment(tokenizer, seed, surcharge=number + 1), {"tools": "live"}, ("tools", {prices[number]})
+
+
+def a_limit(rng, tokenizer, seed, folder):
+    turns = _turns(folder)
+    count = rng.randrange(1, len(turns))
+    name = rng.choice(["max_turns", "max_tool_iterations", "max_sampled_tokens"])
+    if name == "max_sampled_tokens":
+        return environment(tokenizer, seed, max_sampled_tokens=len(turns[0].output_ids)), {}, ("agent", {1})
+    return environment(tokenizer, seed, **{name: count}), {}, ("agent", {count})
+
+
+def a_constant_of_the_reward(rng, tokenizer, seed, folder):
+    return (
+        environment(tokenizer, seed, reward_fn=Length(rng.choice([0.0, 0.2500001, -1, float("nan")]))),
+        {},
+        ("reward", {None}),
+    )
+
+
+def a_hook_on_answers(rng, tokenizer, seed, folder):
+    number = rng.randrange(len(_turns(folder)) - 1)
+
+    def change(event):
+        event.stop_response.message["content"].insert(0, {"text": "Well."})
+
+    hooks = [Checked(), Edits(AfterModelCallEvent, number, change)]
+    return environment(tokenizer, seed, hooks=hooks), {}, ("agent", {number, number + 1})
+
+
+def a_hook_on_results(rng, tokenizer, seed, folder):
+    calls = [turn.index for turn in _turns(folder) for _ in turn.tool_calls]
+    number = rng.randrange(len(calls))
+
+    def change(event):
+        event.result = {**event.result, "content": [{"text": "sold out"}]}
+
+    hooks = [Checked(), Edits(AfterToolCallEvent, number, change)]
+    return environment(tokenizer, seed, hooks=hooks), {}, ("agent", {calls[number] + 1})
+
+
+def a_hook_on_questions(rng, tokenizer, seed, folder):
+    number = rng.randrange(len(_turns(folder)))
+
+    def change(event):
+        event.agent.messages[-1]["content"].append({"text": "Hurry."})
+
+    hooks = [Checked(), Edits(BeforeModelCallEvent, number, change)]
+    return environment(tokenizer, seed, hooks=hooks), {}, ("agent", {number})
+
+
+def the_system_prompt(rng, tokenizer, seed, folder):
+    return environment(tokenizer, seed, system_prompt=rng.choice(["Be kind.", "."])), {}, ("agent", {0})
+
+
+def a_tool_description(rng, tokenizer, seed, folder):
+    return environment(tokenizer, seed, about=rng.choice(["Look up prices.", "Look up a price. "])), {}, ("agent", {0})
+
+
+def a_sampling_parameter(rng, tokenizer, seed, folder):
+    changed = rng.choice([{"temperature": 0.6}, {"max_new_tokens": 201}, {"top_p": 0.9}, {"stop": ["X"]}])
+    params = {"max_new_tokens": 200, "temperature": 0.5, **changed}
+    return environment(tokenizer, seed, model={"sampling_params": params}), {}, ("agent", {0})
+
+
+def a_byte_of_the_record(rng, tokenizer, seed, folder):
+    [file] = folder.glob("results.trajectories/*.safetensors")
+    turn = rng.choice(_turns(folder))
+    # An id that occurs once in the file, where the tensors are.
+    content = bytearray(file.read_bytes())
+    at = content.find(bytes(turn.output_ids))
+    content[at + 4 * rng.randrange(len(turn.output_ids))] ^= 1
+    file.write_bytes(content)
+    return environment(tokenizer, seed), {}, ("record", {turn.index})
+
+
+def an_outcome(rng, tokenizer, seed, folder):
+    file = folder / "results.jsonl"
+    record = json.loads(file.read_text())
+    record["termination_reason"] = rng.choice(["max_turns_reached", "max_tokens_reached"])
+    file.write_text(json.dumps(record) + "\n")
+    return environment(tokenizer, seed), {}, ("outcome", {_turns(folder)[-1].index})
+
+
+def a_reward(rng, tokenizer, seed, folder):
+    file = folder / "results.jsonl"
+    record = json.loads(file.read_text())
+    record["reward"] += rng.choice([-1e-9, 1, 100])
+    file.write_text(json.dumps(record) + "\n")
+    return environment(tokenizer, seed), {}, ("reward", {None})
+
+
+def a_column_of_a_row(rng, tokenizer, seed, folder):
+    """A step, and not the evaluation: a mask, an advantage, a weight, a logprob or a version of a row."""
+    rows = TrainingRows.load(folder / "rows.safetensors")
+    number = rng.randrange(len(rows))
+    row = rows[number]
+
+    kind = rng.choice(["loss_mask", "advantages", "loss_weight", "logprobs", "versions"])
+    trained = [at for at, mask in enumerate(row.loss_mask) if mask]
+    at = rng.choice(trained)
+    spans = {}
+    for span in row.spans:
+        spans |= dict.fromkeys(range(len(spans), len(spans) + span.prompt_tokens + span.sampled_tokens), span.turn)
+    allowed = {spans[at]}
+    if kind == "loss_weight":
+        changed, allowed = {"loss_weight": row.loss_weight * 1.5}, {None, *spans.values()}
+    elif kind == "advantages":
+        pairs = zip(row.advantages, row.loss_mask, strict=True)
+        changed = {kind: [(0.5 - value) * mask for value, mask in pairs]}
+        allowed = {None, *spans.values()}
+    else:
+        column = list(getattr(row, kind))
+        column[at] = {"loss_mask": 0, "logprobs": row.logprobs[at] - 0.125, "versions": "77"}[kind]
+        changed = {kind: column}
+        if kind == "loss_mask" and len(trained) == 1:
+            return None
+    changed_rows = [*rows]
+    changed_rows[number] = replace(row, **changed)
+    replace_all = TrainingRows(
+        changed_rows, rows.left_out, rows.flat_groups, rows.advantages, rows.rewards, rows.settings, rows.episodes
+    )
+    replace_all.save(folder / "rows.safetensors")
+    return None, {}, (("record", "credit"), allowed)
+
+
+OF_EPISODES = (
+    *(a_byte_of_the_template, a_rule_of_the_parser, a_result_of_a_tool, a_limit, a_constant_of_the_reward),
+    *(a_hook_on_answers, a_hook_on_results, a_hook_on_questions, the_system_prompt, a_tool_description),
+    *(a_sampling_parameter, a_byte_of_the_record, an_outcome, a_reward),
+)
+
+
+async def test_mutations_are_found_at_their_stage_and_turn(recorded, tokenizer, tmp_path, caplog):
+    """Three hundred seeded changes of code and records: at least 99 % are located, by the stage and the turn."""
+    caplog.set_level("CRITICAL")
+    tried, wrong = 0, []
+    for seed, mutate in islice(enumerate(cycle((*OF_EPISODES, a_column_of_a_row, a_column_of_a_row))), 2 * MUTATIONS):
+        if tried == MUTATIONS:
+            break
+        rng = random.Random(seed)
+        is_step = mutate is a_column_of_a_row
+        number = rng.randrange(3 if is_step else 12)
+        folder = tmp_path / f"{seed}"
+        shutil.copytree(recorded / (f"step-{number}" if is_step else f"shop-{number}"), folder)
+        mutated = mutate(rng, tokenizer, number, folder)
+        if mutated is None:
+            continue
+        make, options, (stages, turns) = mutated
+        came = await replayed(folder, make, **options)
+        tried += 1
+        places = {(one.difference.stage, one.difference.turn) for one in came if one.difference is not None}
+        if not any(stage in stages and turn in turns for stage, turn in places):
+            wrong.append((mutate.__name__, seed, stages, turns, [str(one) for one in came if not one.is_same]))
+        shutil.rmtree(folder)
+    assert tried == MUTATIONS
+    assert len(wrong) <= MUTATIONS // 100, "\n".join(map(str, wrong))
+
+
+async def test_nothing_differs_without_a_change(recorded, tokenizer):
+    """No episode is accused, no server is asked, and every stage that a file holds is compared."""
+    for seed in range(12):
+        [one] = await replayed(recorded / f"shop-{seed}", environment(tokenizer, seed, client=dead(tokenizer)))
+        assert one.difference is None, one
+        assert list(one.stages) == [*STAGES]
+        assert [one.stages[name] for name in ("record", "agent", "outcome", "reward")] == ["same"] * 4
+        [one] = await replayed(recorded / f"shop-{seed}", environment(tokenizer, seed), tools="live")
+        assert one.stages["tools"] == "same"
+    steps = [one for seed in range(3) for one in await replayed(recorded / f"step-{seed}")]
+    assert [one.stages["credit"] for one in steps if one.difference is None] == ["same"] * 24
+
+
+# --- what a file may hold ---
+
+
+async def test_a_journal_replays(tokenizer, tmp_path):
+    """A journal has what an evaluation has: the task, the messages, the results before hooks have changed them."""
+    env = environment(tokenizer, 3, journal=tmp_path, max_tool_calls=2)(None)
+    env.budgets = replace(env.budgets, max_tool_calls=2)
+    await env.step(Action(message="Buy."))
+    [one] = await replayed(tmp_path, environment(tokenizer, 3, client=dead(tokenizer), max_tool_calls=2))
+    assert one.is_same, one
+    [one] = await replayed(tmp_path, environment(tokenizer, 3, max_tool_calls=3))
+    assert (one.difference.stage, one.changed) == ("agent", ["arguments.max_tool_calls"])
+    assert "did not run" in str(one)
+
+
+async def test_recorded_tools_do_not_run_and_live_ones_do(recorded, tokenizer):
+    made = []
+
+    def make(action):
+        made.append(environment(tokenizer, 1)(action))
+        return made[-1]
+
+    await replayed(recorded / "shop-1", make)
+    assert made[0].asked == []
+    await replayed(recorded / "shop-1", make, tools="live")
+    assert made[1].asked
+
+
+async def test_sub_agents_replay_inside_live_tools(tokenizer, tmp_path):
+    """A tool that asks the model in the same trajectory; recorded tools do not ask."""
+    answers = [call("count", what="tea"), "Four."]
+    server = ScriptedSGLang(
+        tokenizer,
+        lambda request: "four" if "You count" in request.text else answers.pop(0),
+    )
+
+    def make(client):
+        def create(action):
+            model = SGLangModel(tokenizer=tokenizer, client=client)
+
+            @tool
+            async def count(what: str) -> str:
+                """Count."""
+                return str(await make_agent(model, system_prompt="You count.").invoke_async(what))
+
+            env = Environment(lambda: model)
+            env.get_tools = lambda: [count]
+            return env
+
+        return create
+
+    await evaluate(tmp_path / "e", make(server.client()))
+    for tools in ("recorded", "live"):
+        [one] = await replayed(tmp_path / "e", make(dead(tokenizer)), tools=tools)
+        assert one.is_same, one
+    assert len(one.now.turns) == 3
+
+
+async def test_a_user_says_what_it_said(tokenizer, tmp_path):
+    class Chat(Environment):
+        said = 0
+
+        async def next_user_message(self, action, messages):
+            Chat.said += 1
+            return f"More, {Chat.said}." if Chat.said < 3 else None
+
+    server = ScriptedSGLang(tokenizer, lambda request: "Yes.")
+    make = lambda client: lambda action: Chat(lambda: SGLangModel(tokenizer=tokenizer, client=client))  # noqa: E731
+    await evaluate(tmp_path / "e", make(server.client()))
+    [one] = await replayed(tmp_path / "e", make(dead(tokenizer)))
+    assert one.is_same, one
+    assert Chat.said == 3
+
+
+@pytest.mark.parametrize(
+    ("answers", "config"),
+    [
+        ([call("price", item="tea"), "cut off by the limit"], {"sampling_params": {"max_new_tokens": 3}}),
+        ([ScriptedAnswer("half an answer", finish_reason="abort")], {}),
+        ([ScriptedAnswer("half an answer", finish_reason="abort"), "and the rest"], {"on_abort": "resume"}),
+        (["too long " * 40], {"max_context_tokens": 420}),
+        (["broken <tool_call>{", "sorry"], {}),
+    ],
+)
+async def test_cut_and_failed_turns_replay(tokenizer, tmp_path, answers, config):
+    server = ScriptedSGLang(tokenizer, answers)
+    env = environment(tokenizer, client=server.client(), model=config, journal=tmp_path)(None)
+    await env.step(Action(message="Buy."))
+    file = next(tmp_path.glob("*.journal"))
+    found = await replayed(file, environment(tokenizer, client=dead(tokenizer), model=config))
+    told = str(found[0])
+    assert found[0].is_same or "the episode has not ended" in told, told
+
+
+# --- bad input ---
+
+
+async def test_ten_files_of_which_one_is_broken(tokenizer, tmp_path):
+    make = environment(tokenizer, 2)
+    await evaluate(tmp_path / "e", make, prompts=10)
+    files = sorted((tmp_path / "e" / "results.trajectories").iterdir())
+    files[3].write_bytes(files[3].read_bytes()[:500])
+    files[5].unlink()
+    found = await replayed(tmp_path / "e", make)
+    assert sum(one.is_same for one in found) == 8
+    assert any("--keep-trajectories" in str(one) for one in found)
+    lines = [*summary(found)]
+    assert lines[0] == "8 of 10 episodes replayed without a difference"
+    assert lines[1].split() == ["2", "not", "compared"]
+
+
+async def test_an_environment_that_is_gone_or_changed(recorded, tokenizer):
+    def gone(action):
+        raise ModuleNotFoundError("No module named 'shop'")
+
+    [one] = await replayed(recorded / "shop-1", gone)
+    assert "the environment cannot be made: No module named 'shop'" in str(one)
+    [one] = await replayed(recorded / "shop-1", environment(tokenizer, 1, system_prompt="Be kind.", max_turns=9))
+    assert set(one.changed) == {"system_prompt", "arguments.max_turns"}
+    assert "system_prompt" in "".join(summary([one]))
+    [one] = await replayed(recorded / "shop-1")
+    assert "no environment is given" in str(one)
+
+
+async def test_a_tool_that_is_not_registered_any_more(recorded, tokenizer):
+    def make(action):
+        env = environment(tokenizer, 1)(action)
+        env.get_tools = lambda: Shop.get_tools(env)[1:]
+        return env
+
+    [one] = await replayed(recorded / "shop-1", make)
+    assert (one.difference.stage, one.difference.turn) == ("agent", 0)
+    assert "tools changed" in str(one)
+
+
+async def test_what_holds_no_episode_is_named(tmp_path):
+    (tmp_path / "trajectory.safetensors").write_bytes(b"")
+    for path in (tmp_path, tmp_path / "nothing", tmp_path / "trajectory.safetensors"):
+        [one] = await replayed(path)
+        assert not one.is_same
+        assert str(path) in str(one)
+
+
+# --- for people ---
+
+
+def test_assert_replays(recorded, tokenizer):
+    assert_replays(recorded / "shop-1", environment(tokenizer, 1))
+    assert_replays(recorded / "step-1")
+    with pytest.raises(AssertionError, match=r"task-0 #0: agent, turn 0, token \d+: the prompt"):
+        assert_replays(recorded / "shop-1", environment(tokenizer, 1, system_prompt="Be kind."))
+
+
+async def test_the_page_shows_the_record_beside_the_run(recorded, tokenizer):
+    found = await replayed(recorded / "shop-1", environment(tokenizer, 1, system_prompt="Be kind."))
+    packed = re.search(r'id="index">([^<]*)<', replay_page(found))[1]
+    index = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert [one["id"] for one in index["episodes"]] == ["recorded", "now"]
+    [finding] = index["findings"]
+    assert (finding["turn"], finding["why"]) == (0, str(found[0]).partition(": ")[2])
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def shop_results(tokenizer, tmp_path):
+    """Results of `strands-env eval` with the calculator, on a scripted server that is gone now."""
+    tokenizer.save_pretrained(tmp_path / "model")
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(
+        "".join(json.dumps({"question": f"What is {n} * 3?", "answer": str(3 * n)}) + "\n" for n in range(4))
+    )
+
+    def answer(request):
+        return "It is 3." if "<tool_response>" in request.text else call("calculate", expression="1 * 3")
+
+    with ScriptedSGLang(tokenizer, answer).serve() as url:
+        arguments = ["--dataset", tasks, "--env", "calculator", "--base-url", url, "--tokenizer", tmp_path / "model"]
+        given = [*arguments, "--output", tmp_path / "results", "--keep-trajectories", "--temperature", "0.5"]
+        assert cli.main(["eval", *map(str, given)]) == 0
+    return tmp_path / "results"
+
+
+def test_the_command_replays_an_evaluation_as_it_was_run(shop_results, capsys, tmp_path):
+    """Without options all is the same; options say what they would change; the exit code and the JSON tell."""
+    capsys.readouterr()
+    assert cli.main(["replay", str(shop_results)]) == 0
+    assert capsys.readouterr().out == "4 of 4 episodes replayed without a difference\n"
+    assert cli.main(["replay", str(shop_results), "--system-prompt", "Be kind."]) == 1
+    out = capsys.readouterr().out
+    assert "agent, turn 0, token " in out
+    assert "the prompt (system prompt changed)" in out
+    assert "0 of 4 episodes replayed without a difference" in out
+    other = ["--reward", "regex", "--reward-args", '{"pattern": "no"}']
+    assert cli.main(["replay", str(shop_results), *other, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["difference"] and one["difference"]["stage"] for one in found] == [None, "reward", None, None]
+    page = tmp_path / "replay.html"
+    assert cli.main(["replay", str(shop_results), "--system-prompt", "X", "--html", "-o", str(page)]) == 1
+    assert page.read_text().startswith("<!doctype html>")
+    assert cli.main(["replay", str(shop_results), "--env", "nothing"]) == 2
+
+
+def test_stopping_leaves_a_report(shop_results, monkeypatch, capsys):
+    """Ctrl-C in the middle: what was seen is reported."""
+    from strands_env import replay as module
+
+    whole = module.recorded_episodes
+
+    def stopped(path):
+        for number, one in enumerate(whole(path)):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield one
+
+    monkeypatch.setattr(module, "recorded_episodes", stopped)
+    capsys.readouterr()
+    assert cli.main(["replay", str(shop_results)]) == 130
+    assert "episodes replayed without a difference" in capsys.readouterr().out
