@@ -292,7 +292,7 @@ class ModelCall:
         """
         recorded = source.turn_of(self.turn)
         answer = recorded.generation
-        for _ in range(LOOP_ITERATIONS):  # what runs beside the call gets on meanwhile, as while a server answers
+        for _ in range(LOOP_ITERATIONS):  # other tasks run meanwhile, as they do while a server answers
             await asyncio.sleep(0)
         try:
             self._plan(ServerFacts(source.recorded.context_length, tokenizer_proven=True))
