@@ -289,7 +289,7 @@ class EvaluationView:
             has_ended = len(samples) == total and last > started  # else another process has begun
             is_over = has_ended or now - started > BEGINS_WITHIN_S
             why = f"ended after {took}" if has_ended else "no process runs this evaluation now"
-            alarms = [f"{why}: {finished} of {total} scored{'; ' * bool(failure)}{failure}"]
+            alarms, failure = [f"{why}: {finished} of {total} scored", *filter(None, [failure])], ""
             further = "run the same command again to continue"
         elif is_over and any(sample.is_errored for sample in samples):
             further = f"run the same command again with --retry-errors, or {further}"
@@ -429,6 +429,8 @@ def training_view(folder: Path, now: float) -> View:
         except (OSError, RowsFileError) as error:
             ends = wrapped(f"{found[-1].parent.name}: {error}")
     log = folder / "trainer.log"
+    if has_stopped:
+        further = "look at the output of the trainer"
     if (has_stopped or broken) and log.exists():
         further = f"tail -n 50 {shlex.quote(str(log))}"
     if names and steps:
@@ -468,18 +470,17 @@ def _pace(steps: Steps, missing: float, silent: float) -> tuple[list[str], list[
     recent = [step for step in steps if step.get("seconds", 0) > 0][-STEPS_SHOWN:]
     seconds, tokens = _column(recent, "seconds"), _finite(_column(recent, "trained_tokens"))
     each = _mean(seconds)
-    is_late = missing > 0 and silent > patience(seconds)
     parts = [f"{duration(each)} a step"] if recent else []
-    if recent and 0 < missing < math.inf and not is_late:
+    is_late = missing > 0 and silent > patience(seconds)
+    if is_late or not steps:
+        told = ", ".join([f"no step{'' if steps else ' yet'} for {duration(silent)}", *parts])
+        return ([], [told]) if is_late else ([told], [])
+    if recent and 0 < missing < math.inf:
         parts.append(f"{duration(missing * each - min(silent, each))} left")
-    if steps and not is_late:
-        parts.append(f"last step {duration(silent)} ago")
-    else:
-        parts.append(f"no step{'' if steps else ' yet'} for {duration(silent)}")
+    parts.append(f"last step {duration(silent)} ago")
     if tokens:
         parts.append(f"{_mean(tokens) / each:,.1f} trained tokens/s")
-    told = ", ".join(parts)
-    return ([], [told]) if is_late else (wrapped(told), [])
+    return wrapped(", ".join(parts)), []
 
 
 @functools.lru_cache(maxsize=1)

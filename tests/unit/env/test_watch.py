@@ -208,13 +208,11 @@ def test_the_view_begins_with_the_score_and_the_last_failure(written, capsys):
     _, results = read_results(written)
     failed = [one for samples in results.values() for one in samples if not one.is_finished]
     last = max(failed, key=lambda one: one.ended_at)
-    assert re.fullmatch(
-        rf"last failure \d+ s ago: {last.prompt_id} #{last.sample_index}: infrastructure_error", shown.lines[1]
-    )
+    assert re.fullmatch(rf"last failure \d+ s ago: {last.name}: infrastructure_error", shown.alarms[1])
     screen = io.StringIO()
     Console(file=screen, force_terminal=True, color_system="standard", width=40).print(shown)
     colored = re.findall(r"\x1b\[([0-9;]+)m([^\x1b]*)", screen.getvalue())
-    assert {text[:7] for codes, text in colored if codes == "31"} >= {"last fa", "dropped"}
+    assert {text[:7] for codes, text in colored if codes == "31"} >= {"! last ", "dropped"}
     assert any(codes == "34" and set(text) <= set("━╸") for codes, text in colored)  # the bar is blue, not red
     assert not any(codes == "31" and "━" in text for codes, text in colored)
 
@@ -411,8 +409,11 @@ def test_an_evaluation_that_stopped_after_failures_says_why(tmp_path):
     with contextlib.suppress(EvaluationStoppedError):
         asyncio.run(evaluator.run(tasks(6)))
     shown = EvaluationView(tmp_path)(time.time())
-    told = "no process runs this evaluation now: 1 of 6 scored; last failure 0 s ago: t2 #0: no route"
-    assert shown.alarms == [told] and shown.next == "run the same command again to continue"
+    told = "no process runs this evaluation now: 1 of 6 scored"
+    assert (
+        shown.alarms == [told, "last failure 0 s ago: t2 #0: no route"]
+        and shown.next == "run the same command again to continue"
+    )
 
 
 @pytest.mark.parametrize(
@@ -608,6 +609,14 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_the_text_once(written, monk
     assert "ended after" in (out := capsys.readouterr().out) and "\x1b" not in out
 
 
+def test_an_evaluation_without_prompts_has_no_counts(tmp_path):
+    asyncio.run(Evaluator(StubEnvironment().factory, output_path=tmp_path).run([]))
+    view = EvaluationView(tmp_path)(time.time())
+    assert view.title.startswith("evaluation: 0 prompts x 1 sample") and not any(
+        "counts" in line for line in view.lines
+    )
+
+
 def test_an_evaluation_that_has_only_begun_is_shown(written, tmp_path):
     shutil.copy(written / "results.run.json", tmp_path)
     view = EvaluationView(tmp_path)(time.time())
@@ -646,8 +655,8 @@ def test_a_trainer_that_is_dead_is_an_alarm(tmp_path, capsys):
     folder = training(tmp_path, [(n, 0.5, 120) for n in range(1, 4)])
     at = os.path.getmtime(folder / "metrics.csv")
     view = open_run(folder)(at + 19 * 60)
-    told = "2 min 00 s a step, no step for 19 min, 5.0 trained tokens/s"
-    assert view.alarms == [told] and view.has_stopped and not view.is_over
+    assert view.alarms == ["no step for 19 min, 2 min 00 s a step"] and view.has_stopped and not view.is_over
+    assert view.next == "look at the output of the trainer"
     view = open_run(folder)(at + 5 * 60)
     assert view.alarms == [] and view.lines[0].startswith(
         "2 min 00 s a step, 4 min 00 s left, last step 5 min 00 s ago"
@@ -797,6 +806,11 @@ def test_cells_without_a_number_are_empty(tmp_path):
     ]
 
 
+def test_a_long_name_of_a_column_is_cut():
+    for length, shown in ((30, "a" * 30), (31, "a" * 29 + "…")):
+        assert step_table(["a" * length], [])[0] == shown
+
+
 def test_the_steps_and_plots_are_as_many_as_fit_the_terminal(tmp_path, monkeypatch):
     folder = training(tmp_path, [(n, n, n) for n in range(1, 30)], total=40)
     shown = []
@@ -892,9 +906,10 @@ def test_keys_stop_and_are_not_shown(written, tmp_path, keys):
     os.utime(folder / "results.status.json", (time.time() + 3600,) * 2)
     socket = f"{keys}-{os.getpid()}"
     program = f"{sys.executable} -m strands_env.cli watch"
-    (tmp_path / "no").mkdir()
-    missing, there = f"{program} {tmp_path}/no", f"{program} {folder}; echo exit code $?"
-    command = f"unset COLUMNS LINES; {missing}; {there}; stty -a | grep -c ' echo '; read wait"
+    (tmp_path / "empty").mkdir()
+    empty, there = f"{program} {tmp_path}/empty", f"{program} {folder}; echo exit code $?"
+    missing = f"{program} /no; echo exit code $?"
+    command = f"unset COLUMNS LINES; {empty}; {there}; stty -a | grep -c ' echo '; {missing}; read wait"
     subprocess.run(["tmux", "-L", socket, "new-session", "-d", "-x", "60", "-y", "30", command], check=True)
 
     def press(*keys):
@@ -908,12 +923,13 @@ def test_keys_stop_and_are_not_shown(written, tmp_path, keys):
         time.sleep(0.3)
         shown = pane(socket)
         press(keys)
-        until(lambda: re.search(r"exit code 0\s+\d", pane(socket)), lambda: pane(socket))
+        until(lambda: "exit code 2" in pane(socket), lambda: pane(socket))
         after = pane(socket)
     finally:
         subprocess.run(["tmux", "-L", socket, "kill-server"], capture_output=True)
     assert "xyzw" not in shown and shown.rstrip().splitlines()[-1] == "q or Ctrl-C to stop"
-    assert "2 samples may hang" in after and after.split("exit code 0")[1].split() == ["1"]  # the echo is on again
+    assert "2 samples may hang" in after and "strands-env: /no does not exist\nexit code 2" in after
+    assert after.split("exit code 0")[1].split()[0] == "1"  # the echo is on again
 
 
 def until(condition, what):
@@ -935,8 +951,7 @@ def test_a_run_is_watched_in_tmux_while_it_is_killed_and_resumed(chatml_tokenize
     out, socket = tmp_path / "out", f"watch-{os.getpid()}"
     results, program = out / "results.jsonl", [sys.executable, "-m", "strands_env.cli"]
     out.mkdir()
-    missing = f"{sys.executable} -m strands_env.cli watch {out}/no; echo first exit code $?"
-    watching = f"{missing}; {sys.executable} -m strands_env.cli watch {out}; echo exit code $?; read wait"
+    watching = f"{sys.executable} -m strands_env.cli watch {out}; echo exit code $?; read wait"
 
     def finished():
         return results.read_bytes().count(b"\n") if results.exists() else 0
@@ -965,7 +980,7 @@ def test_a_run_is_watched_in_tmux_while_it_is_killed_and_resumed(chatml_tokenize
             until(lambda: value in map(str.split, pane(socket).splitlines()), lambda: f"{value}\n{pane(socket)}")
             assert {path.name: path.read_bytes() for path in out.iterdir()} == before
             assert subprocess.run(list(map(str, command)), capture_output=True).returncode == 0
-            until(has("\nexit code 0"), lambda: pane(socket))
+            until(has("exit code 0"), lambda: pane(socket))
             shown = pane(socket)
         finally:
             subprocess.run(["tmux", "-L", socket, "kill-server"], capture_output=True)
