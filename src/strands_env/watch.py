@@ -195,7 +195,7 @@ def watch(folder: str | Path, *, seconds: float = 1.0, success_threshold: float 
         with (
             contextlib.suppress(KeyboardInterrupt),
             stop_key() as is_pressed,
-            Live(layout, console=console, screen=True, auto_refresh=False) as live,
+            Live(layout, console=console, screen=True, auto_refresh=False, redirect_stdout=False) as live,
         ):
             while not view.is_over:
                 body.update(view)
@@ -317,7 +317,7 @@ class EvaluationView:
         title = f"{run.benchmark or 'evaluation'}: {plan}"
         if last:
             title += f", took {took}" if has_ended else f", {took} so far"
-            title += " since it was resumed" if is_resumed else ""
+            title += " since it was resumed" * is_resumed
         missing = unfinished - len(hung) if has_time else 0
         lines = pace_lines(samples, missing, now, min(WINDOW_S, now - started))
         lines += _longest("running longest", {name: now - at for name, at in began.items()})
@@ -433,7 +433,7 @@ def training_view(folder: Path, now: float) -> View:
         further = "look at the output of the trainer"
     if (has_stopped or broken) and log.exists():
         further = f"tail -n 50 {shlex.quote(str(log))}"
-    if names and steps:
+    if steps:
         taken = len(lines) + len(ends) + 2 * len(alarms) + (ROWS if missing else ROWS + 2)
         room = max(0, shutil.get_terminal_size().lines - taken)
         drawn = plots(names, steps, room * 2 // 3)

@@ -932,6 +932,19 @@ def test_keys_stop_and_are_not_shown(written, tmp_path, keys):
     assert after.split("exit code 0")[1].split()[0] == "1"  # the echo is on again
 
 
+@pytest.mark.skipif(shutil.which("tmux") is None and not os.environ.get("CI"), reason="tmux is not installed")
+def test_plots_are_ascii_where_a_terminal_has_nothing_else(tmp_path):
+    folder, socket = training(tmp_path, [(1, 0.1, 60), (2, 0.4, 60)]), f"ascii-{os.getpid()}"
+    command = f"unset COLUMNS LINES; PYTHONIOENCODING=ascii {sys.executable} -m strands_env.cli watch {folder}"
+    subprocess.run(["tmux", "-L", socket, "new-session", "-d", "-x", "60", "-y", "30", command], check=True)
+    try:
+        until(lambda: "to stop" in pane(socket), lambda: pane(socket))
+        shown = pane(socket)
+    finally:
+        subprocess.run(["tmux", "-L", socket, "kill-server"], capture_output=True)
+    assert "reward 0.4, 0.1 to 0.4 so far\n #\n.#\n" in shown and shown.isascii() and "\\u" not in shown
+
+
 def until(condition, what):
     deadline = time.monotonic() + 60
     while not condition():
