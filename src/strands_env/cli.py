@@ -794,7 +794,9 @@ def evaluation_in(folder: str) -> str:
     plans = [*Path(folder).glob(f"*{ending}"), *Path(folder).glob(f"*/*{ending}")]
     found = sorted(f"{plan}".removesuffix(ending) + ".jsonl" for plan in plans)
     if len(found) > 1:
-        raise UsageError(f"{folder}: there are several evaluations; did you mean {' or '.join(found[:8])}?")
+        for one in found:
+            tell(one)
+        raise UsageError(f"{folder}: there are several evaluations: name one of these")
     if found:
         tell(f"reading {found[0]}")
     return found[0] if found else folder

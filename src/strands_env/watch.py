@@ -13,6 +13,7 @@ import functools
 import io
 import math
 import os
+import re
 import select
 import shlex
 import shutil
@@ -53,10 +54,12 @@ from .eval.checkpoint import (
     time_span,
 )
 from .eval.metrics import (
+    cause_of,
     end_lines,
     headline,
     metric_lines,
     metric_rows,
+    shortened,
     standard_metrics,
     table_lines,
 )
@@ -67,16 +70,17 @@ WINDOW_S = 300.0
 BEGINS_WITHIN_S = 60.0
 """Seconds within which an evaluation that was just started or continued runs its first sample."""
 
-SILENT_TIMES, SILENT_S, FIRST_S = 3, 30.0, 180.0
+SILENT_TIMES, SILENT_S, FIRST_S = 3, 30.0, 1800.0
 """What takes this many times as long as the slowest before it, and this many seconds, hangs; the first take longer."""
 
 SLOWEST = 3
 STEPS_SHOWN = 8
-LOSSES = ("loss", "grad_norm", "kl")
-"""What the columns begin with whose numbers tell that a training run diverges."""
-BLOWN_UP = 30.0
-FIRST_COLUMNS = ("eval", "kl", "entropy", "loss", "grad_norm", "clip", "gap")
-"""What the columns of a training run begin with that are shown before others, after step and reward."""
+LOSSES = ("loss", "grad", "kl")
+"""Columns with such a word tell that a training run diverges."""
+BLOWN_UP, BLOWN_UP_FROM = 30.0, 0.1
+"""How many times the usual value, and how much at least, has blown up."""
+FIRST_COLUMNS = ("eval", "kl", "entropy", "loss", "grad", "clip", "gap")
+"""Columns with such a word are shown before others, after step and reward."""
 
 _FAILURES = ("dropped", "errored", "last failure")
 """What lines about failures begin with."""
@@ -84,7 +88,7 @@ _FAILURES = ("dropped", "errored", "last failure")
 Steps = Sequence[dict[str, float]]
 """The figures of steps by column, without those that are empty."""
 
-_BARS = " ▁▂▃▄▅▆▇█"
+_BARS, _ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=#"
 
 ROWS = 9
 """Rows for title, headline, progress, blanks, header and count of the table, and footer; the prompt needs some more."""
@@ -106,7 +110,7 @@ class View:
         has_stopped: Whether it is not done, and no process seems to run it.
         alarms: What needs a hand; shown above the text.
         headline: The number that matters most; shown above the progress.
-        next: The command that shows more; shown once the run is over, or with alarms.
+        next: What to do about the first alarm, or the command that shows more; shown at the end, or with alarms.
     """
 
     title: str
@@ -162,7 +166,7 @@ def open_run(folder: str | Path, success_threshold: float = 1.0) -> Callable[[fl
 def watch(folder: str | Path, *, seconds: float = 1.0, success_threshold: float = 1.0) -> View | None:
     """Show a run on the terminal until it is over, or q or Ctrl-C is pressed; return the last view, None without a run.
 
-    If standard output is not a terminal, or a dumb one, the view is printed once.
+    If standard output is not a terminal, or a dumb one, the view is printed once. There must be a folder.
 
     Args:
         folder: Folder of an evaluation or of a training run.
@@ -172,17 +176,17 @@ def watch(folder: str | Path, *, seconds: float = 1.0, success_threshold: float 
     Raises:
         CheckpointError: The files are damaged.
     """
+    if not Path(folder).exists():
+        return None
     console = Console(highlight=False, soft_wrap=False)
     read: Callable[[float], View] | None = None
-    began = time.monotonic()
 
     def look() -> View:
         nonlocal read
         read = read or open_run(folder, success_threshold)
         if read:
             return read(time.time())
-        told = f"nothing to watch in {folder} yet: waiting for {duration(time.monotonic() - began)}, Ctrl-C to stop"
-        return View("", 0, None, wrapped(told))
+        return View("", 0, None, wrapped(f"nothing to watch in {folder} yet: waiting"))
 
     view = look()
     if console.is_terminal and not console.is_dumb_terminal:
@@ -191,7 +195,7 @@ def watch(folder: str | Path, *, seconds: float = 1.0, success_threshold: float 
         with (
             contextlib.suppress(KeyboardInterrupt),
             stop_key() as is_pressed,
-            Live(layout, console=console, screen=True, auto_refresh=False) as live,
+            Live(layout, console=console, screen=True, auto_refresh=False, redirect_stdout=False) as live,
         ):
             while not view.is_over:
                 body.update(view)
@@ -258,36 +262,50 @@ class EvaluationView:
         samples = list(chain.from_iterable(results.values()))
         finished, total = sum(sample.is_finished for sample in samples), len(run.sample_keys)
         ended = {sample.name: sample.ended_at or 0.0 for sample in samples}
-        # The status is a little older than the results.
+        # The status is a little older than the results; another sample has taken the slot of each that ended since.
         began = {name: at for name, at in status.began.items() if ended.get(name, 0.0) < at}
-        running, unfinished = len(began), status.left - len(status.began) + len(began)
+        slots, unfinished = len(status.began), status.left - len(status.began) + len(began)
+        started = side_file(results_file(self._reader.path), ".run.json").stat().st_mtime  # each process writes it
         first, last = time_span(self._reader.path, samples) or (0.0, 0.0)
-        took = duration(last - first)
-        has_ended = is_over = finished >= total
+        is_resumed = first + BEGINS_WITHIN_S < started < last
+        took = duration(last - (started if is_resumed else first))
+        has_ended = is_over = finished >= total and not unfinished  # errored samples may run again
         has_stopped = not is_over and not status.left
-        slow = max((sample.seconds for sample in samples if sample.is_finished), default=0.0)
-        most = patience(slow) if finished else FIRST_S
+        took_each = [sample.seconds for sample in samples if sample.is_finished]
+        most = patience(took_each if finished >= slots else [])
         hung = [now - at for at in began.values() if now - at > most]
+        further = f"strands-env report {shlex.quote(str(self._reader.path))} --html --open"
         alarms = [*status.outages]
-        has_time = not alarms and not has_stopped and len(samples) >= running
-        if hung and not alarms:
-            before = f"the slowest that ended took {duration(slow)}" if finished else "none has ended yet"
+        # How long an outage lasts is unknown; and before each slot has ended once, the slow episodes are not seen.
+        has_time = not alarms and sum(at >= started for at in ended.values()) >= slots
+        if alarms:
+            further = "check the server, or start it again at the same address"
+        elif hung:
+            before = f"the slowest that ended took {duration(max(took_each))}" if finished else "none has ended yet"
             told = f"{counted(len(hung), 'sample')} may hang: running for {duration(min(hung))} or more"
             alarms = [f"{told}, {before}"]
+        failure = last_failure(samples, now)
         if has_stopped:
-            started = side_file(results_file(self._reader.path), ".run.json").stat().st_mtime
             has_ended = len(samples) == total and last > started  # else another process has begun
             is_over = has_ended or now - started > BEGINS_WITHIN_S
             why = f"ended after {took}" if has_ended else "no process runs this evaluation now"
-            alarms = [f"{why}: {finished} of {total} scored; run the same command again to continue"]
+            alarms, failure = [f"{why}: {finished} of {total} scored", *filter(None, [failure])], ""
+            further = "run the same command again to continue"
+        elif is_over and any(sample.is_errored for sample in samples):
+            further = f"run the same command again with --retry-errors, or {further}"
         if self._state != self._reader.state:  # they take long
             self._state = self._reader.state
             self._metrics = standard_metrics(
                 results, n_samples_per_prompt=run.n_samples_per_prompt, success_threshold=self._success_threshold
             )
         metrics = dict(self._metrics)
-        if unfinished:  # a dropped sample that runs again is both
-            metrics |= {"running_samples": running, "queued_samples": unfinished - running, "waiting_samples": 0}
+        if unfinished:  # a dropped sample may run again
+            metrics |= {
+                "running_samples": min(slots, unfinished),
+                "queued_samples": max(0, unfinished - slots),
+                "waiting_samples": 0,
+                "dropped_samples": max(0, total - finished - unfinished),
+            }
         counts = metric_lines(metrics)
         head, *rows = metric_rows(metrics)
         rows = [row for row in rows if row[0] == "pass@1" or row[3] == str(len(results))]
@@ -295,17 +313,18 @@ class EvaluationView:
         score = headline(metrics)
         if score and not has_ended:
             score = f"so far {score}"
-        title = f"{run.benchmark or 'evaluation'}: {len(run.prompts)} prompts x {run.n_samples_per_prompt} samples"
+        plan = f"{counted(len(run.prompts), 'prompt')} x {counted(run.n_samples_per_prompt, 'sample')}"
+        title = f"{run.benchmark or 'evaluation'}: {plan}"
         if last:
             title += f", took {took}" if has_ended else f", {took} so far"
-        # How long an outage lasts is unknown; and before each slot has ended once, the slow episodes are not seen.
-        lines = pace_lines(samples, unfinished - len(hung) if has_time else 0, now)
+            title += " since it was resumed" * is_resumed
+        missing = unfinished - len(hung) if has_time else 0
+        lines = pace_lines(samples, missing, now, min(WINDOW_S, now - started))
         lines += _longest("running longest", {name: now - at for name, at in began.items()})
-        lines += failure_lines(samples, now)
+        lines += wrapped(failure)
         # What runs comes before the table, for which a small screen has no room.
         lines += [*counts[counts.index("") + 1 :], *end_lines(results), "", *table_lines([head, *rows]), ""]
         lines += _longest("slowest", {sample.name: sample.seconds for sample in samples})
-        further = f"strands-env report {shlex.quote(str(self._reader.path))} --html --open"
         return View(title, finished, total, lines, is_over, has_stopped, alarms, score, further)
 
 
@@ -315,13 +334,14 @@ def _longest(what: str, seconds: Mapping[str, float]) -> list[str]:
     return wrapped(f"{what}: {', '.join(named)}") if named else []
 
 
-def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[str]:
+def pace_lines(samples: Sequence[EvalSample], missing: int, now: float, window: float = WINDOW_S) -> list[str]:
     """How fast samples get a result, how fast they sample tokens, and how long the others take.
 
     Args:
         samples: The samples that have ended; dropped ones have no result.
         missing: Number of samples that are not finished; 0 if it cannot be known how long they take.
         now: The time, in seconds since 1970.
+        window: Seconds over which the rate is measured.
     """
     ends = sorted(
         (one.ended_at, one.step_result.observation.metrics.get("sampled_tokens") or 0)
@@ -331,7 +351,7 @@ def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[
     if not ends:
         return []
     now = max(now, ends[-1][0])
-    recent = [one for one in ends if now - one[0] <= WINDOW_S]
+    recent = [one for one in ends if now - one[0] <= window]
     since = f"last result {duration(now - ends[-1][0])} ago"
     if len(recent) < 2 or not missing:
         return [since]
@@ -343,23 +363,27 @@ def pace_lines(samples: Sequence[EvalSample], missing: int, now: float) -> list[
     return wrapped(", ".join(parts))
 
 
-def failure_lines(samples: Sequence[EvalSample], now: float) -> list[str]:
-    """The last sample that failed, and when; the causes are among the ends.
+def last_failure(samples: Sequence[EvalSample], now: float) -> str:
+    """Say which sample failed last, when and why; empty if none has.
 
     Args:
         samples: The samples that have ended.
         now: The time, in seconds since 1970.
     """
-    failed = [(one.ended_at, one.name) for one in samples if one.ended_at and (one.is_errored or not one.is_finished)]
+    failed = [
+        (one.ended_at, one.name, shortened(cause_of(one)))
+        for one in samples
+        if one.ended_at and (one.is_errored or not one.is_finished)
+    ]
     if not failed:
-        return []
-    ended_at, name = max(failed)
-    return wrapped(f"last failure {duration(now - ended_at)} ago: {name}")
+        return ""
+    ended_at, name, cause = max(failed)
+    return f"last failure {duration(now - ended_at)} ago: {name}: {cause}"
 
 
-def patience(slowest: float) -> float:
-    """After how many seconds something hangs, by what the slowest before it took."""
-    return max(SILENT_TIMES * slowest, SILENT_S)
+def patience(seconds: Sequence[float]) -> float:
+    """After how many seconds something hangs, by what those before it took."""
+    return max(SILENT_TIMES * max(seconds), SILENT_S) if seconds else FIRST_S
 
 
 def duration(seconds: float) -> str:
@@ -385,13 +409,17 @@ def training_view(folder: Path, now: float) -> View:
     """
     names, steps = read_steps(folder / "metrics.csv")
     total = _total(folder)
-    missing = max(0, (total or math.inf) - len(steps))
-    lines, alarms = _pace(folder, steps, missing, now)
-    has_stopped = bool(alarms and total)
-    since = nan_since(names, steps)
-    names = ranked(names, steps, [*chain(*since.values())])
+    done = int(min(total or math.inf, max([len(steps), *_finite(_column(steps, "step"))])))
+    missing = (total or math.inf) - done
+    evaluating = _evaluating(folder)
+    lines, alarms = (evaluating, []) if evaluating else _pace(steps, missing, _silence(folder, now))
+    has_stopped = bool(alarms)
+    since, traces = nan_since(names, steps)
+    broken = [*chain(*since.values())]
+    names = ranked(names, steps, broken)
     alarms += [f"{', '.join(several)}: nan since step {step:g}" for step, several in since.items()]
     alarms += diverged(names, steps)
+    lines += traces
     quoted = shlex.quote(str(folder))
     further, ends = f"strands-env track {quoted} --to tensorboard", []
     if found := sorted(folder.glob("steps/step-*/rows.safetensors")):
@@ -400,14 +428,20 @@ def training_view(folder: Path, now: float) -> View:
             ends = outcomes(found[-1])
         except (OSError, RowsFileError) as error:
             ends = wrapped(f"{found[-1].parent.name}: {error}")
-    if names and steps:
+    log = folder / "trainer.log"
+    if has_stopped:
+        further = "look at the output of the trainer"
+    if (has_stopped or broken) and log.exists():
+        further = f"tail -n 50 {shlex.quote(str(log))}"
+    if steps:
         taken = len(lines) + len(ends) + 2 * len(alarms) + (ROWS if missing else ROWS + 2)
         room = max(0, shutil.get_terminal_size().lines - taken)
         drawn = plots(names, steps, room * 2 // 3)
         lines += ["", *drawn, "", *step_table(names, steps[min(-1, len(drawn) - room) :])]
     took = sum(_finite(_column(steps, "seconds")))
     title = f"{folder.name}: training" + (f" for {duration(took)}" if took else "")
-    return View(title, len(steps), total, [*lines, *ends], not missing, has_stopped, alarms, _reward(steps), further)
+    is_over = not missing and not evaluating
+    return View(title, done, total, [*lines, *ends], is_over, has_stopped, alarms, _score(names, steps), further)
 
 
 def _total(folder: Path) -> int | None:
@@ -417,29 +451,36 @@ def _total(folder: Path) -> int | None:
         return None
 
 
-def _pace(folder: Path, steps: Steps, missing: float, now: float) -> tuple[list[str], list[str]]:
-    """How long steps take and when the missing ones will be done, and an alarm if none has come for long."""
-    silent = 0.0
-    with contextlib.suppress(OSError):
-        silent = now - (folder / "metrics.csv").stat().st_mtime
-    if not steps:
-        told = [f"no step yet for {duration(silent)}"]
-        return ([], told) if silent > 10 * FIRST_S else (told, [])
-    since = f"last step {duration(silent)} ago"
+def _evaluating(folder: Path) -> list[str]:
+    """What is evaluated now, before or after the training."""
+    files = [f"{file}".replace(".status.json", ".jsonl") for file in folder.glob("evaluation/*.status.json")]
+    return [f"evaluating: {file}" for file in files if read_status(file)]
+
+
+def _silence(folder: Path, now: float) -> float:
+    """Seconds since the last step; before the first one, since the run began."""
+    for path in (folder / "metrics.csv", folder / "settings.json", folder):
+        with contextlib.suppress(OSError):
+            return now - path.stat().st_mtime
+    return 0.0
+
+
+def _pace(steps: Steps, missing: float, silent: float) -> tuple[list[str], list[str]]:
+    """How long steps take and when the missing ones will be done; as an alarm if none has come for long."""
     recent = [step for step in steps if step.get("seconds", 0) > 0][-STEPS_SHOWN:]
-    if not recent:
-        return [since], []
     seconds, tokens = _column(recent, "seconds"), _finite(_column(recent, "trained_tokens"))
     each = _mean(seconds)
-    parts, alarms = [f"{duration(each)} a step"], []
-    if missing and silent > patience(max(seconds)):
-        alarms = [f"no step for {duration(silent)} (a step takes {duration(each)})"]
-    elif 0 < missing < math.inf:
-        parts.append(f"{duration(missing * each)} left")
-    parts.append(since)
+    parts = [f"{duration(each)} a step"] if recent else []
+    is_late = missing > 0 and silent > patience(seconds)
+    if is_late or not steps:
+        told = ", ".join([f"no step{'' if steps else ' yet'} for {duration(silent)}", *parts])
+        return ([], [told]) if is_late else ([told], [])
+    if recent and 0 < missing < math.inf:
+        parts.append(f"{duration(missing * each - min(silent, each))} left")
+    parts.append(f"last step {duration(silent)} ago")
     if tokens:
         parts.append(f"{_mean(tokens) / each:,.1f} trained tokens/s")
-    return wrapped(", ".join(parts)), alarms
+    return wrapped(", ".join(parts)), []
 
 
 @functools.lru_cache(maxsize=1)
@@ -461,6 +502,8 @@ def outcomes(path: Path) -> list[str]:
 def read_steps(path: Path) -> tuple[list[str], Steps]:
     """Read the figures of steps; what is not a number is NaN. Empty cells and an incomplete last line are left out.
 
+    A step that comes again, as after a resume, replaces the earlier one and those after it.
+
     Args:
         path: The CSV file.
 
@@ -476,10 +519,16 @@ def read_steps(path: Path) -> tuple[list[str], Steps]:
         return [], []
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
     try:
-        names = [name for name in reader.fieldnames or () if name]
-        steps = [{name: _number(row[name]) for name in names if row[name]} for row in reader if None not in row]
+        names = [*dict.fromkeys(["step", *filter(None, reader.fieldnames or ())])]
+        rows = [{name: _number(row[name]) for name in names if row.get(name)} for row in reader if None not in row]
     except csv.Error as error:
         raise CheckpointError(f"{path}: not CSV: {error}") from error
+    steps: list[dict[str, float]] = []
+    for row in rows:
+        row.setdefault("step", len(steps) + 1)
+        while steps and steps[-1]["step"] >= row["step"]:
+            steps.pop()
+        steps.append(row)
     return names, steps
 
 
@@ -502,37 +551,54 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _reward(steps: Steps) -> str:
-    """The reward of the last step, and the best one; empty without rewards."""
-    rewards = _column(steps, "reward")
-    finite = _finite(rewards)
-    if not finite:
+def is_a(name: str, *kinds: str) -> bool:
+    """Whether one of the words in a column's name begins with one of these, as in `actor/kl` or `policy_loss`."""
+    return any(word.startswith(kinds) for word in re.findall("[a-z]+", name.lower()))
+
+
+def reward_of(names: Sequence[str]) -> str:
+    """The column of the mean reward, such as `reward` or `train/reward_mean`; the shortest name of several."""
+    found = [name for name in names if re.search("(^|[^a-z])rewards?([^a-z]mean)?$", name.lower())]
+    return min(found, key=len, default="reward")
+
+
+def _score(names: Sequence[str], steps: Steps) -> str:
+    """The last reward, and the best one; empty without rewards."""
+    name = reward_of(names)
+    rewarded = [step for step in steps if math.isfinite(step.get(name, math.nan))]
+    if not rewarded:
         return ""
-    at = rewards.index(max(finite))
-    return f"reward {rewards[-1]:.3f}, best {rewards[at]:.3f} at step {steps[at].get('step', at + 1):g}"
+    best = max(rewarded, key=lambda step: step[name])
+    told = f"{name} {rewarded[-1][name]:.3g}"
+    return f"{told}, best {best[name]:.3g} at step {best['step']:g}" if len(rewarded) > 1 else told
 
 
-def nan_since(names: Sequence[str], steps: Steps) -> dict[float, list[str]]:
-    """The columns that have been NaN for longer than before, by the step since which they are.
+def nan_since(names: Sequence[str], steps: Steps) -> tuple[dict[float, list[str]], list[str]]:
+    """The columns that have been NaN for longer than before, by the step since which they are, and losses that were.
 
-    Those of losses also if they have ever been.
+    Of a loss each NaN counts.
 
     Args:
         names: Names of the columns.
         steps: The steps.
     """
     since: dict[float, list[str]] = {}
+    traces = []
     for name in names:
         marks = "".join("n" if math.isnan(step.get(name, 0.0)) else " " for step in steps)
         *before, last = map(len, marks.split(" "))  # lengths of runs of NaN
-        if last > max(before, default=0 if name.startswith(LOSSES) else last):
-            at = len(steps) - last
-            since.setdefault(steps[at].get("step", at + 1), []).append(name)
-    return since
+        is_loss = is_a(name, *LOSSES) and not is_a(name, "eval")
+        if last > (0 if is_loss else max(before, default=last)):
+            since.setdefault(steps[-last]["step"], []).append(name)
+        elif is_loss and any(before):
+            traces += wrapped(f"{name} was nan, last in step {steps[marks.rindex('n')]['step']:g}")
+    return since, traces
 
 
 def diverged(names: Sequence[str], steps: Steps) -> list[str]:
     """What has become far larger than usual, and a reward that has fallen, or never changes.
+
+    Usual is what the first steps had, and what later ones without a jump have come to.
 
     Args:
         names: Names of the columns.
@@ -540,12 +606,16 @@ def diverged(names: Sequence[str], steps: Steps) -> list[str]:
     """
     alarms = []
     for name in names:
-        finite = _finite(_column(steps, name))
-        if len(finite) > STEPS_SHOWN and name.startswith(LOSSES):
-            usual = statistics.median(map(abs, finite))
-            if usual and min(map(abs, finite[-2:])) > BLOWN_UP * usual:
-                alarms.append(f"{name} has blown up: {finite[-1]:.4g}, usually {usual:.4g}")
-    rewards = _finite(_column(steps, "reward"))
+        values = [abs(value) for value in _column(steps, name) if abs(value) > 0 and is_a(name, *LOSSES)]
+        usual, jumps = statistics.median(values[:STEPS_SHOWN] or [0.0]), 0
+        for value in values[STEPS_SHOWN:]:
+            if value > max(BLOWN_UP * usual, BLOWN_UP_FROM):
+                jumps += 1
+            else:
+                usual, jumps = usual + (value - usual) / STEPS_SHOWN, 0
+        if jumps > 1:  # once happens
+            alarms.append(f"{name} has blown up: {values[-1]:.4g}, usually {usual:.4g}")
+    rewards = _finite(_column(steps, reward_of(names)))
     means = [_mean(rewards[at - 3 : at]) for at in range(3, len(rewards) + 1)]
     best = max(means, default=0.0)
     if best > 0 and means[-1] < best / 5:
@@ -563,11 +633,12 @@ def ranked(names: Sequence[str], steps: Steps, broken: Sequence[str]) -> list[st
         steps: The steps.
         broken: Names of those that are NaN now.
     """
+    first = ["step", reward_of(names), *broken]
 
-    def rank(name: str) -> tuple[bool, bool, bool, float]:
+    def rank(name: str) -> tuple[int, bool, int]:
         is_constant = name == "version" or len({str(step.get(name)) for step in steps}) == 1
-        places = [at for at, start in enumerate([*broken, *FIRST_COLUMNS]) if name.startswith(start)]
-        return name != "step", name != "reward", is_constant, min(places, default=math.inf)
+        kinds = [is_a(name, kind) for kind in FIRST_COLUMNS]
+        return [*first, name].index(name), is_constant, [*kinds, True].index(True)
 
     return sorted(names, key=rank)
 
@@ -579,7 +650,7 @@ def step_table(names: Sequence[str], steps: Steps) -> list[str]:
         names: Names of all columns, those that matter most first.
         steps: The steps.
     """
-    rows = [[visible(name)[:30] for name in names]]
+    rows = [[re.sub("(?<=.{29}).{2,}", "…", visible(name)) for name in names]]
     rows += [[f"{step[name]:.4g}" if name in step else "-" for name in names] for step in steps]
     return [*table_lines(rows), f"of {counted(len(names), 'column')}"]
 
@@ -590,25 +661,27 @@ def plots(names: Sequence[str], steps: Steps, rows: int) -> list[str]:
     Args:
         names: Names of all columns, those that matter most first.
         steps: The steps.
-        rows: Number of rows; there is at least one plot.
+        rows: Number of rows; there is at least one plot, if any column has two values.
     """
     lines: list[str] = []
     for name in names:
         values = _column(steps, name)
         finite = _finite(values)
-        if finite and name != "step" and len(lines) <= max(0, rows - PLOT_ROWS):
-            lines += wrapped(f"{name}: {finite[-1]:.3g} now, {min(finite):.3g} to {max(finite):.3g} so far")
+        if len(finite) > 1 and name != "step" and len(lines) <= max(0, rows - PLOT_ROWS):
+            lines += wrapped(f"{name} {finite[-1]:.3g}, {min(finite):.3g} to {max(finite):.3g} so far")
             lines += bars(values)
     return lines
 
 
 def bars(values: Sequence[float]) -> list[str]:
     """Draw values as bars of two rows, several as their mean if the terminal is narrower; spaces are not finite."""
+    shades = _BARS if (sys.stdout.encoding or "utf").lower().startswith("utf") else _ASCII_BARS
+    high = len(shades) - 1
     count = len(values)
     columns = min(terminal.width(), count)
     halves = [_mean(_finite(values[count * at // columns : count * (at + 1) // columns])) / 2 for at in range(columns)]
     finite = _finite(halves) or [0.0]  # the difference of large numbers is infinite, not that of their halves
     low = min(finite)
     reach = max(finite) - low or 1.0
-    eighths = [1 + round((half - low) / reach * 15) if math.isfinite(half) else 0 for half in halves]
-    return ["".join(row[eighth] for eighth in eighths) for row in (" " * 8 + _BARS, _BARS + "█" * 8)]
+    parts = [1 + round((half - low) / reach * (2 * high - 1)) if math.isfinite(half) else 0 for half in halves]
+    return ["".join(row[part] for part in parts) for row in (" " * high + shades, shades + shades[-1] * high)]

@@ -619,15 +619,20 @@ def interval_text(low: float | None, high: float | None, sign: str = "-") -> str
 
 
 def headline(metrics: Mapping[str, float]) -> str:
-    """Format `pass@1` with its interval; empty if no sample has a score.
+    """Format `pass@1` with its interval, if it says anything, and its prompts, if not all have a score; empty if none.
 
     Args:
         metrics: Return value of `Evaluator.compute_metrics`.
     """
     if "pass@1" not in metrics:
         return ""
-    interval = interval_text(metrics.get("pass@1_low"), metrics.get("pass@1_high"))
-    return f"pass@1 {metrics['pass@1']:.3f}" + ("" if interval == "-" else f", {interval}")
+    told, used = f"pass@1 {metrics['pass@1']:.3f}", metrics["pass@1_prompts"]
+    low, high = metrics.get("pass@1_low", 0.0), metrics.get("pass@1_high", 1.0)
+    if low > 0 or high < 1:
+        told += f", {interval_text(low, high)}"
+    if used < metrics["prompts"]:
+        told += f" ({used:.0f} of {metrics['prompts']:.0f} prompts)"
+    return told
 
 
 def metric_names(metrics: Mapping[str, float]) -> list[str]:
@@ -670,12 +675,18 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
         metrics: Return value of `Evaluator.compute_metrics`.
     """
     names = metric_names(metrics)
-    counts = {"prompts": "prompts", **SAMPLE_COUNTS}
     ends = ("", "_low", "_high", "_prompts", "_dropped_prompts", "_if_dropped_failed", "_if_dropped_failed_prompts")
     of_names = {f"{name}{end}" for name, end in product(names, ends)}
-    others = [f"{name}: {value:g}" for name, value in metrics.items() if name not in of_names and name not in counts]
-    counted = [f"{metrics[name]:.0f} {word}" for name, word in counts.items() if metrics.get(name)]
-    return [*table_lines(metric_rows(metrics)), "", *wrapped(f"counts: {', '.join(counted)}"), *others]
+    others = [
+        f"{name}: {value:g}" for name, value in metrics.items() if name not in {*of_names, "prompts", *SAMPLE_COUNTS}
+    ]
+    told = {name: f"{metrics[name]:.0f} {word}" for name, word in SAMPLE_COUNTS.items() if metrics.get(name)}
+    for name in ("errored_samples", "unscored_samples"):  # of those that are done
+        if name in told:
+            told["samples"] += f" ({told.pop(name)})"
+    prompts = int(metrics["prompts"])
+    counts = wrapped(f"counts: {', '.join([counted(prompts, 'prompt'), *told.values()])}") if prompts else []
+    return [*table_lines(metric_rows(metrics)), "", *counts, *others]
 
 
 def end_lines(results: Results) -> list[str]:

@@ -425,7 +425,11 @@ def test_several_evaluations_below_a_folder_are_named(tmp_path, capsys):
     for command in (["report"], ["watch"], ["track", "--to", "wandb"], ["score", "--reward", "exact", "--output", "o"]):
         assert run([*command, tmp_path]) == 2
         told = capsys.readouterr().err
-        assert f"did you mean {tmp_path}/after.jsonl or {tmp_path}/before.jsonl?" in told
+        assert told.splitlines() == [
+            f"{tmp_path}/after.jsonl",
+            f"{tmp_path}/before.jsonl",
+            f"strands-env: {tmp_path}: there are several evaluations: name one of these",
+        ]
     assert run(["compare", tmp_path / "after.jsonl", tmp_path]) == 2
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 
 from strands_env.cli import main
-from strands_env.eval import CheckpointError, Evaluator, read_results
+from strands_env.eval import CheckpointError, EvaluationStoppedError, Evaluator, read_results
 from strands_env.eval.benchmarks import TaskError, load_tasks
 from strands_env.eval.checkpoint import ResultsReader, read_status
 from strands_env.eval.metrics import table_lines
@@ -208,11 +208,11 @@ def test_the_view_begins_with_the_score_and_the_last_failure(written, capsys):
     _, results = read_results(written)
     failed = [one for samples in results.values() for one in samples if not one.is_finished]
     last = max(failed, key=lambda one: one.ended_at)
-    assert re.fullmatch(rf"last failure \d+ s ago: {last.prompt_id} #{last.sample_index}$", shown.lines[1])
+    assert re.fullmatch(rf"last failure \d+ s ago: {last.name}: infrastructure_error", shown.alarms[1])
     screen = io.StringIO()
     Console(file=screen, force_terminal=True, color_system="standard", width=40).print(shown)
     colored = re.findall(r"\x1b\[([0-9;]+)m([^\x1b]*)", screen.getvalue())
-    assert {text[:7] for codes, text in colored if codes == "31"} >= {"last fa", "dropped"}
+    assert {text[:7] for codes, text in colored if codes == "31"} >= {"! last ", "dropped"}
     assert any(codes == "34" and set(text) <= set("━╸") for codes, text in colored)  # the bar is blue, not red
     assert not any(codes == "31" and "━" in text for codes, text in colored)
 
@@ -304,7 +304,7 @@ def test_the_steps_of_a_training_run_fit_a_narrow_terminal(columns, tmp_path, mo
     monkeypatch.setattr("strands_sglang.terminal.width", lambda: columns)
     folder = training(tmp_path, [(n, 0.1234567 * n, 60) for n in range(1, 30)])
     lines = open_run(folder)(time.time()).lines
-    assert max(map(len, lines)) <= columns and any(line.startswith("reward: ") for line in lines)
+    assert max(map(len, lines)) <= columns and any(line.startswith("reward 3.58, ") for line in lines)
 
 
 def test_the_title_has_the_time_that_a_run_takes(written, tmp_path):
@@ -322,8 +322,29 @@ def test_the_title_has_the_time_that_a_run_takes(written, tmp_path):
     results.write_text("")
     os.utime(tmp_path / "results.run.json", (began + 60,) * 2)
     assert EvaluationView(tmp_path)(began).title.endswith(", 1 h 04 min so far")
-    asyncio.run(Evaluator(StubEnvironment().factory, output_path=tmp_path / "whole").run(tasks(2)))
-    assert EvaluationView(tmp_path / "whole")(time.time()).title.endswith("samples, took 0 s")
+    asyncio.run(Evaluator(StubEnvironment().factory, output_path=tmp_path / "whole").run(tasks(1)))
+    assert EvaluationView(tmp_path / "whole")(time.time()).title == "evaluation: 1 prompt x 1 sample, took 0 s"
+
+
+def test_the_pause_before_a_resume_is_no_time_of_the_run(written, tmp_path):
+    """Three hours ago 4 samples ended in a process, and two minutes ago another one began."""
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    now = time.time()
+    records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    (tmp_path / "results.failures.jsonl").unlink()
+    ends = [now - 10800] * 4 + [now - 90, now - 60, now - 30]
+    text = "".join(
+        json.dumps({**one, "ended_at": at}, separators=(",", ":")) + "\n"
+        for one, at in zip(records, ends, strict=False)
+    )
+    (tmp_path / "results.jsonl").write_text(text)
+    os.utime(tmp_path / "results.run.json", (now - 120,) * 2)
+    status_of(tmp_path, 2, left=5, seconds=20)
+    shown = EvaluationView(tmp_path)(now)
+    assert shown.title.endswith(", 2 min 00 s so far since it was resumed")
+    assert shown.lines[0].startswith("1.3 samples a minute, 3 min 45 s left, last result 30 s ago")
+    status_of(tmp_path, 4, left=5, seconds=20)  # not each slot has ended once in this process
+    assert " left" not in EvaluationView(tmp_path)(now).lines[0]
 
 
 def test_samples_that_hang_are_an_alarm_and_there_is_no_time_left(written, tmp_path):
@@ -334,15 +355,81 @@ def test_samples_that_hang_are_an_alarm_and_there_is_no_time_left(written, tmp_p
     (tmp_path / "results.jsonl").write_text("")
     (tmp_path / "results.failures.jsonl").unlink()
     started = EvaluationView(tmp_path)(time.time())
-    assert started.alarms == ["2 samples may hang: running for 4 min 00 s or more, none has ended yet"]
-    assert EvaluationView(tmp_path)(time.time() - 100).alarms == []  # the first may take three minutes
+    assert started.alarms == [] and started.lines[0].startswith("running longest: gsm-0000 #0 4 min 00 s")
+    status_of(tmp_path, 2, left=2, seconds=1860)
+    started = EvaluationView(tmp_path)(time.time())
+    assert started.alarms == ["2 samples may hang: running for 31 min or more, none has ended yet"]
     assert re.fullmatch(r"last result \d+ s ago", shown.lines[0])
     assert shown.lines[1] == "running longest: gsm-0000 #0 4 min 00 s, gsm-0001 #0 4 min 00 s" and not shown.has_stopped
     status_of(tmp_path, 2, left=2, seconds=20)
     shown = EvaluationView(tmp_path)(time.time())
     assert shown.alarms == [] and shown.lines[0].startswith("running longest: gsm-0000 #0 20 s")
-    status_of(tmp_path, 2, left=2, seconds=240, outages=["http://one has not answered"])
-    assert EvaluationView(tmp_path)(time.time()).alarms == ["http://one has not answered"]  # why they wait
+    status_of(tmp_path, 2, left=2, seconds=1860, outages=["http://one has not answered"])
+    shown = EvaluationView(tmp_path)(time.time())
+    assert shown.alarms == ["http://one has not answered"]  # why they wait
+    assert shown.next == "check the server, or start it again at the same address"
+
+
+def test_long_episodes_do_not_hang_after_a_short_one(written, tmp_path):
+    """Of more slots than samples have ended, the slow ones are not known."""
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    status_of(tmp_path, 9, left=9, seconds=200)
+    assert EvaluationView(tmp_path)(time.time()).alarms == []
+
+
+def test_slots_are_counted_while_the_status_is_older_than_the_results(written, tmp_path):
+    """Of 8 slots 3 have ended since the status was written: each has another sample."""
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    plan = json.loads((tmp_path / "results.run.json").read_text())
+    (tmp_path / "results.run.json").write_text(json.dumps({**plan, "n_samples_per_prompt": 20}))
+    _, results = read_results(written)
+    names = [one.name for samples in results.values() for one in samples if one.is_finished][:3]
+    began = dict.fromkeys([*names, *(f"x #{n}" for n in range(5))], 1.0) | {f"x #{n}": time.time() for n in range(5)}
+    status = {"began": began, "left": 75, "outages": []}
+    (tmp_path / "results.status.json").write_text(json.dumps(status))
+    shown = EvaluationView(tmp_path)(time.time())
+    assert "counts: 4 prompts, 8 done, 8 running, 64 waiting" in shown.lines
+
+
+def test_an_evaluation_whose_errored_samples_run_again_is_not_done(tmp_path, capsys):
+    stub = StubEnvironment(lambda action: step_result(None, error="boom"))
+    asyncio.run(Evaluator(stub.factory, output_path=tmp_path).run(tasks(2)))
+    assert main(["watch", str(tmp_path)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "counts: 2 prompts, 2 done (2 errored)" in told
+    assert f"done; next: run the same command again with --retry-errors, or strands-env report {tmp_path}" in told
+    status_of(tmp_path, 1, left=1)
+    assert not EvaluationView(tmp_path)(time.time()).is_over
+
+
+def test_an_evaluation_that_stopped_after_failures_says_why(tmp_path):
+    results = iter([step_result(1.0), *[step_result(None, reason="infrastructure_error", error="no route")] * 3])
+    stub = StubEnvironment(lambda action: next(results))
+    evaluator = Evaluator(stub.factory, output_path=tmp_path, max_concurrency=1, stop_after_failures=2)
+    with contextlib.suppress(EvaluationStoppedError):
+        asyncio.run(evaluator.run(tasks(6)))
+    shown = EvaluationView(tmp_path)(time.time())
+    told = "no process runs this evaluation now: 1 of 6 scored"
+    assert (
+        shown.alarms == [told, "last failure 0 s ago: t2 #0: no route"]
+        and shown.next == "run the same command again to continue"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ([1.0, 0.0, 1.0, None], "pass@1 0.667 (3 of 4 prompts)"),
+        ([1.0, None], "pass@1 1.000 (1 of 2 prompts)"),
+        ([1.0] * 9 + [0.0], "pass@1 0.900, 0.546 to 1.000"),
+    ],
+)
+def test_the_headline_says_how_many_prompts_it_has(tmp_path, rewards, told):
+    lost = {"reason": "infrastructure_error"}
+    results = iter([step_result(reward, **(lost if reward is None else {})) for reward in rewards])
+    stub = StubEnvironment(lambda action: next(results))
+    asyncio.run(Evaluator(stub.factory, max_concurrency=1, output_path=tmp_path).run(tasks(len(rewards))))
+    assert EvaluationView(tmp_path)(time.time()).headline == told
 
 
 def test_dropped_samples_that_this_run_does_not_retry_take_no_time(written, tmp_path):
@@ -357,8 +444,8 @@ def test_dropped_samples_that_this_run_does_not_retry_take_no_time(written, tmp_
 
 def test_an_evaluation_that_ended_with_dropped_samples_says_how_to_go_further(written, capsys):
     shown = EvaluationView(written)(time.time())
-    again = "8 of 12 scored; run the same command again to continue"
-    assert shown.alarms == [f"ended after 0 s: {again}"] and shown.is_over and shown.has_stopped
+    assert shown.alarms[0].startswith("ended after 0 s: 8 of 12 scored") and shown.is_over and shown.has_stopped
+    assert shown.next == "run the same command again to continue"
     assert shown.title.endswith(", took 0 s") and shown.headline.startswith("pass@1")
     assert "0 " not in next(line for line in shown.lines if line.startswith("counts: "))
 
@@ -390,8 +477,7 @@ def test_an_evaluation_that_was_killed_is_not_said_to_run(written, tmp_path):
     results = tmp_path / "results.jsonl"
     results.write_bytes(b"".join(results.read_bytes().splitlines(keepends=True)[:5]))
     shown = EvaluationView(tmp_path)(time.time())
-    again = "5 of 12 scored; run the same command again to continue"
-    assert shown.alarms == [f"no process runs this evaluation now: {again}"] and shown.has_stopped
+    assert shown.alarms[0].startswith("no process runs this evaluation now: 5 of 12 scored") and shown.has_stopped
     assert not shown.is_over  # it may have been started again just now
     assert EvaluationView(tmp_path)(time.time() + 90).is_over
     assert "counts: 4 prompts, 5 done, 3 not run, 4 dropped" in shown.lines
@@ -402,6 +488,7 @@ def test_nothing_is_estimated_before_each_slot_has_ended_once(written, tmp_path)
         folder = shutil.copytree(written, tmp_path / str(running))
         plan = json.loads((folder / "results.run.json").read_text())
         (folder / "results.run.json").write_text(json.dumps({**plan, "n_samples_per_prompt": 20}))
+        os.utime(folder / "results.run.json", ((written / "results.run.json").stat().st_mtime,) * 2)
         status_of(folder, running)
         assert (" left" in EvaluationView(folder)(time.time()).lines[0]) == is_told
 
@@ -449,7 +536,8 @@ def test_a_terminal_may_lack_characters(tmp_path, monkeypatch):
             screen = io.TextIOWrapper(io.BytesIO(), encoding)
             monkeypatch.setattr(sys, "stdout", screen)
             assert main([str(part) for part in command]) == 0
-            assert rb"\u2581" in screen.buffer.getvalue() or rb"\u20ac" in screen.buffer.getvalue()
+            shown = screen.buffer.getvalue()
+            assert rb"\u25" not in shown and (rb"\u20ac" in shown or b"\n#" in shown or b" #\n" in shown)
 
 
 @pytest.mark.parametrize(
@@ -521,6 +609,14 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_the_text_once(written, monk
     assert "ended after" in (out := capsys.readouterr().out) and "\x1b" not in out
 
 
+def test_an_evaluation_without_prompts_has_no_counts(tmp_path):
+    asyncio.run(Evaluator(StubEnvironment().factory, output_path=tmp_path).run([]))
+    view = EvaluationView(tmp_path)(time.time())
+    assert view.title.startswith("evaluation: 0 prompts x 1 sample") and not any(
+        "counts" in line for line in view.lines
+    )
+
+
 def test_an_evaluation_that_has_only_begun_is_shown(written, tmp_path):
     shutil.copy(written / "results.run.json", tmp_path)
     view = EvaluationView(tmp_path)(time.time())
@@ -546,9 +642,10 @@ def test_a_training_run_is_shown_by_step(tmp_path):
     view = open_run(folder)(os.path.getmtime(folder / "metrics.csv") + 5)
     text = "\n".join(view.lines)
     assert (view.done, view.total, view.is_over) == (3, 6, False) and view.title.endswith(": training for 3 min 00 s")
-    assert "1 min 00 s a step, 3 min 00 s left, last step 5 s ago, 10.0 trained tokens/s" in text
+    assert "1 min 00 s a step, 2 min 55 s left, last step 5 s ago, 10.0 trained tokens/s" in text
     assert re.search(r"step +reward +seconds +kl +version +trained_tokens +a_long_name_of_a_metric\n", text)
-    assert re.search(r"3 +nan +30 +0\.25 +2 +600", text) and "reward: 0.5 now, 0.25 to 0.5 so far\n █ \n▁█ \n" in text
+    assert re.search(r"3 +nan +30 +0\.25 +2 +600", text) and "reward 0.5, 0.25 to 0.5 so far\n █ \n▁█ \n" in text
+    assert view.headline == "reward 0.5, best 0.5 at step 2"  # the same number as above the plot
     assert view.alarms == ["reward: nan since step 3"] and "\nof 9 columns\n" in text
     assert "left out: 2 x aborted" in text and "step-000003 ends: 1 timeout" in text
     assert max(map(len, view.lines)) <= 80 and view.next == f"strands-sglang view {tmp_path} --open"
@@ -558,30 +655,93 @@ def test_a_trainer_that_is_dead_is_an_alarm(tmp_path, capsys):
     folder = training(tmp_path, [(n, 0.5, 120) for n in range(1, 4)])
     at = os.path.getmtime(folder / "metrics.csv")
     view = open_run(folder)(at + 19 * 60)
-    assert view.alarms == ["no step for 19 min (a step takes 2 min 00 s)"] and view.has_stopped and not view.is_over
-    assert view.lines[0] == "2 min 00 s a step, last step 19 min ago, 5.0 trained tokens/s"
+    assert view.alarms == ["no step for 19 min, 2 min 00 s a step"] and view.has_stopped and not view.is_over
+    assert view.next == "look at the output of the trainer"
     view = open_run(folder)(at + 5 * 60)
     assert view.alarms == [] and view.lines[0].startswith(
-        "2 min 00 s a step, 6 min 00 s left, last step 5 min 00 s ago"
+        "2 min 00 s a step, 4 min 00 s left, last step 5 min 00 s ago"
     )
     assert open_run(training(folder, [(1, 1, 1)], total=1))(at + 5000).alarms == []  # it is over
     training(folder, [(n, 0.5, 120) for n in range(1, 4)])
     os.utime(folder / "metrics.csv", (at - 1140,) * 2)
-    assert main(["watch", str(folder)]) == 1 and "no step for 19 min" in capsys.readouterr().out
+    (folder / "settings.json").unlink()
+    (folder / "trainer.log").write_text("killed")
+    assert main(["watch", str(folder)]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no step for 19 min" in out and f"next: tail -n 50 {folder}/trainer.log" in out
+
+
+def test_a_dead_trainer_without_seconds_is_an_alarm(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,reward\n1,0.5\n2,0.5\n")
+    at = os.path.getmtime(tmp_path / "metrics.csv")
+    assert open_run(tmp_path)(at + 600).alarms == []
+    view = open_run(tmp_path)(at + 2400)
+    assert view.alarms == ["no step for 40 min"] and view.has_stopped
+
+
+@pytest.mark.parametrize(
+    ("numbers", "total", "done"),
+    [
+        ([1, 2, 3, 4, 5, 3, 4, 5, 6], 9, 6),
+        ([1, 2, 3, 4, 5, 3], 9, 3),  # the others of the first process are trained again
+        ([0, 1, 2], 3, 3),
+        ([5, 10, 15], 20, 15),
+        ([*range(1, 41)], 30, 30),
+    ],
+)
+def test_a_step_counts_once(tmp_path, numbers, total, done):
+    folder = training(tmp_path, [(n, 0.5 + at, 60) for at, n in enumerate(numbers)], total=total)
+    view = open_run(folder)(time.time())
+    assert (view.done, view.total, view.is_over) == (done, total, done == total)
+    _, steps = read_steps(folder / "metrics.csv")
+    assert len({step["step"] for step in steps}) == len(steps) and steps[-1]["reward"] == len(numbers) - 0.5
+
+
+def test_the_last_row_of_a_repeated_step_counts(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,reward\n1,0.1\n2,0.2\n3,0.3\n2,0.4\n")
+    assert read_steps(tmp_path / "metrics.csv")[1] == [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.4}]
+
+
+def test_a_training_run_that_is_evaluated_is_not_done(tmp_path):
+    folder = training(tmp_path, [(1, 1, 1)], total=1)
+    (folder / "evaluation").mkdir()
+    status_of(folder, 1).rename(folder / "evaluation" / "after.status.json")
+    view = open_run(folder)(time.time() + 5000)
+    assert not view.is_over and view.alarms == []
+    assert view.lines[0] == f"evaluating: {folder}/evaluation/after.jsonl"
+    os.utime(folder / "evaluation" / "after.status.json", (1, 1))
+    assert open_run(folder)(time.time()).is_over
+
+
+def test_other_names_of_columns_are_known(tmp_path):
+    names = ["step", "lr", "actor/kl", "train/reward_std", "train/reward_mean", "policy_loss", "actor/grad_norm"]
+    rows = [[n, n * 1e-6, 0.01, 0.3, n / 20, 0.2, 1.0] for n in range(1, 13)]
+    rows += [[n, n * 1e-6, 9999, 0.3, n / 20, "nan" if n == 14 else 0.2, 500] for n in range(13, 27)]
+    text = "".join(f"{','.join(map(str, row))}\n" for row in [names, *rows])
+    (tmp_path / "metrics.csv").write_text(text)
+    view = open_run(tmp_path)(time.time())
+    assert view.headline == "train/reward_mean 1.3, best 1.3 at step 26"
+    assert view.alarms == [
+        "actor/kl has blown up: 9999, usually 0.01",
+        "actor/grad_norm has blown up: 500, usually 1",
+    ]
+    assert "policy_loss was nan, last in step 14" in view.lines
+    assert ranked(names, read_steps(tmp_path / "metrics.csv")[1], [])[:3] == ["step", "train/reward_mean", "actor/kl"]
 
 
 def test_a_run_that_diverges_is_seen(tmp_path):
     names = [f"constant_{n}" for n in range(9)] + ["loss", "clip_fraction", "gap_mean", "kl", "reward", "step"]
     names.insert(0, "trained_rows")
-    steps = [{name: 128.0 for name in names} | {"loss": at, "reward": at / 10, "step": at} for at in (1.0, 3.0, 2.0)]
+    rows = enumerate((1.0, 3.0, 2.0), 1)
+    steps = [{name: 128.0 for name in names} | {"loss": x, "reward": x / 10, "step": at} for at, x in rows]
     steps[-1]["kl"] = math.nan
     assert ranked(names, steps, ["kl"])[:6] == ["step", "reward", "kl", "loss", "clip_fraction", "gap_mean"]
     text = "".join(f"{','.join(str(step[name]) for name in names)}\n" for step in steps)
     (tmp_path / "metrics.csv").write_text(f"{','.join(names)}\n{text}")
     view = open_run(tmp_path)(time.time())
-    assert view.headline == "reward 0.200, best 0.300 at step 3" and "of 16 columns" in view.lines
-    assert view.alarms == ["kl: nan since step 2"] and view.lines[2:5] == [
-        "reward: 0.2 now, 0.1 to 0.3 so far",
+    assert view.headline == "reward 0.2, best 0.3 at step 2" and "of 16 columns" in view.lines
+    assert view.alarms == ["kl: nan since step 3"] and view.lines[2:5] == [
+        "reward 0.2, 0.1 to 0.3 so far",
         " █▁",
         "▁██",
     ]
@@ -599,7 +759,11 @@ def test_a_run_that_diverges_is_seen(tmp_path):
         ({"reward": [0.0] * 8}, ["the reward is 0.000 in all 8 steps: nothing is learned"]),
         ({"reward": [0.0] * 7}, []),
         ({"reward": [0.7] * 4 + [0.0] * 3 + [0.6] * 3}, []),  # it is back
-        ({"kl": [0.02, 0.03] * 6 + [5, 1966]}, ["kl has blown up: 1966, usually 0.03"]),
+        ({"kl": [0.02, 0.03] * 6 + [5, 1966]}, ["kl has blown up: 1966, usually 0.02514"]),
+        ({"kl": [3e-11] * 12 + [5e-9] * 2}, []),
+        ({"grad_norm": [0.0] * 12 + [1.2] * 4}, []),  # the first rewards
+        ({"kl": [1e-4 * 1.3**n for n in range(30)]}, []),  # it grows slowly
+        ({"loss": [0.5, "nan", 0.4, "nan"]}, ["loss: nan since step 4"]),
         ({"grad_norm": [0.5] * 12 + [13122]}, []),  # once happens
         ({"loss": ["nan"] * 4, "kl": ["nan"] * 4}, ["loss, kl: nan since step 1"]),
         ({"eval": (["nan"] * 4 + [0.5]) * 3 + ["nan"] * 4}, []),  # every fifth step
@@ -619,6 +783,19 @@ def test_a_trainer_that_dies_before_its_first_step_is_an_alarm(tmp_path):
     at = os.path.getmtime(tmp_path / "metrics.csv")
     assert open_run(tmp_path)(at + 600).alarms == []
     assert open_run(tmp_path)(at + 7200).alarms == ["no step yet for 2 h 00 min"]
+    (tmp_path / "metrics.csv").unlink()
+    (tmp_path / "steps").mkdir()
+    at = os.path.getmtime(tmp_path)
+    assert open_run(tmp_path)(at + 600).lines[0] == "no step yet for 10 min"
+    (tmp_path / "settings.json").write_text("{}")
+    os.utime(tmp_path / "settings.json", (at - 7200,) * 2)
+    view = open_run(tmp_path)(at)
+    assert view.alarms == ["no step yet for 2 h 00 min"] and view.has_stopped
+
+
+def test_one_step_is_not_drawn(tmp_path):
+    view = open_run(training(tmp_path, [(1, 0.4375, 60)]))(time.time())
+    assert view.headline == "reward 0.438" and not any("so far" in line or "▁" in line for line in view.lines)
 
 
 def test_cells_without_a_number_are_empty(tmp_path):
@@ -627,6 +804,11 @@ def test_cells_without_a_number_are_empty(tmp_path):
         *("step  eval", "1        -", "2      0.5", "3      nan"),
         "of 2 columns",
     ]
+
+
+def test_a_long_name_of_a_column_is_cut():
+    for length, shown in ((30, "a" * 30), (31, "a" * 29 + "…")):
+        assert step_table(["a" * length], [])[0] == shown
 
 
 def test_the_steps_and_plots_are_as_many_as_fit_the_terminal(tmp_path, monkeypatch):
@@ -641,7 +823,7 @@ def test_the_steps_and_plots_are_as_many_as_fit_the_terminal(tmp_path, monkeypat
         console.print(open_run(folder)(time.time()))
         assert len(console.file.getvalue().splitlines()) < lines
         shown.append(
-            (sum(" now, " in line for line in text), sum(re.match(r"\d+  ", line) is not None for line in text))
+            (sum(" so far" in line for line in text), sum(re.match(r"\d+  ", line) is not None for line in text))
         )
     assert shown == [(1, 1), (2, 3), (3, 5), (6, 12)]
 
@@ -649,7 +831,7 @@ def test_the_steps_and_plots_are_as_many_as_fit_the_terminal(tmp_path, monkeypat
 def test_all_steps_are_drawn_on_a_narrow_terminal(tmp_path, monkeypatch):
     monkeypatch.setattr("strands_sglang.terminal.width", lambda: 60)
     lines = open_run(training(tmp_path, [(n, n, n) for n in range(601)], total=700))(time.time()).lines
-    at = lines.index("reward: 600 now, 0 to 600 so far")
+    at = lines.index("reward 600, 0 to 600 so far")
     assert [len(line) for line in lines[at + 1 : at + 3]] == [60, 60]
     assert lines[at + 1].strip()[-1] == "█" and lines[at + 2].startswith("▁")
 
@@ -676,7 +858,7 @@ def test_an_evaluation_that_ended_well_says_done_and_what_to_type_next(tmp_path,
 def test_what_is_wrong_is_followed_by_what_to_type_next(written, tmp_path, capsys):
     folder = training(tmp_path, [(n, 0.0, 120) for n in range(1, 9)], total=20)
     for run, command in (
-        (written, f"strands-env report {written} --html --open"),
+        (written, "run the same command again to continue"),
         (folder, f"strands-env track {folder} --to tensorboard"),
     ):
         main(["watch", str(run)])
@@ -724,27 +906,43 @@ def test_keys_stop_and_are_not_shown(written, tmp_path, keys):
     os.utime(folder / "results.status.json", (time.time() + 3600,) * 2)
     socket = f"{keys}-{os.getpid()}"
     program = f"{sys.executable} -m strands_env.cli watch"
-    missing, there = f"{program} {tmp_path}/no", f"{program} {folder}; echo exit code $?"
-    command = f"unset COLUMNS LINES; {missing}; {there}; stty -a | grep -c ' echo '; read wait"
+    (tmp_path / "empty").mkdir()
+    empty, there = f"{program} {tmp_path}/empty", f"{program} {folder}; echo exit code $?"
+    missing = f"{program} /no; echo exit code $?"
+    command = f"unset COLUMNS LINES; {empty}; {there}; stty -a | grep -c ' echo '; {missing}; read wait"
     subprocess.run(["tmux", "-L", socket, "new-session", "-d", "-x", "60", "-y", "30", command], check=True)
 
     def press(*keys):
         subprocess.run(["tmux", "-L", socket, "send-keys", *keys], check=True)
 
     try:
-        until(lambda: "yet: waiting for" in " ".join(pane(socket).split()), lambda: pane(socket))
+        until(lambda: "yet: waiting" in " ".join(pane(socket).split()), lambda: pane(socket))
         press(keys)
         until(lambda: "gsm-0000" in pane(socket), lambda: pane(socket))
         press("x", "y", "z", "w")
         time.sleep(0.3)
         shown = pane(socket)
         press(keys)
-        until(lambda: re.search(r"exit code 0\s+\d", pane(socket)), lambda: pane(socket))
+        until(lambda: "exit code 2" in pane(socket), lambda: pane(socket))
         after = pane(socket)
     finally:
         subprocess.run(["tmux", "-L", socket, "kill-server"], capture_output=True)
     assert "xyzw" not in shown and shown.rstrip().splitlines()[-1] == "q or Ctrl-C to stop"
-    assert "2 samples may hang" in after and after.split("exit code 0")[1].split() == ["1"]  # the echo is on again
+    assert "2 samples may hang" in after and "strands-env: /no does not exist\nexit code 2" in after
+    assert after.split("exit code 0")[1].split()[0] == "1"  # the echo is on again
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None and not os.environ.get("CI"), reason="tmux is not installed")
+def test_plots_are_ascii_where_a_terminal_has_nothing_else(tmp_path):
+    folder, socket = training(tmp_path, [(1, 0.1, 60), (2, 0.4, 60)]), f"ascii-{os.getpid()}"
+    command = f"unset COLUMNS LINES; PYTHONIOENCODING=ascii {sys.executable} -m strands_env.cli watch {folder}"
+    subprocess.run(["tmux", "-L", socket, "new-session", "-d", "-x", "60", "-y", "30", command], check=True)
+    try:
+        until(lambda: "to stop" in pane(socket), lambda: pane(socket))
+        shown = pane(socket)
+    finally:
+        subprocess.run(["tmux", "-L", socket, "kill-server"], capture_output=True)
+    assert "reward 0.4, 0.1 to 0.4 so far\n #\n.#\n" in shown and shown.isascii() and "\\u" not in shown
 
 
 def until(condition, what):
@@ -765,6 +963,7 @@ def test_a_run_is_watched_in_tmux_while_it_is_killed_and_resumed(chatml_tokenize
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out, socket = tmp_path / "out", f"watch-{os.getpid()}"
     results, program = out / "results.jsonl", [sys.executable, "-m", "strands_env.cli"]
+    out.mkdir()
     watching = f"{sys.executable} -m strands_env.cli watch {out}; echo exit code $?; read wait"
 
     def finished():
