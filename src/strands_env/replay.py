@@ -8,6 +8,7 @@ changed since. A stage that a file does not hold is named, never assumed to be t
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -174,9 +175,24 @@ def _samples(path: Path) -> Iterator[RecordedEpisode | tuple[str, Exception]]:
             file = trajectory_file(results_file(path), key)
             if not file.is_file():
                 raise NotEnoughError("its model calls are not kept: evaluate with --keep-trajectories")
+            sample.action.message = _with_bytes(sample.action.message)
+            messages = sample.step_result.observation.messages
+            sample.step_result.observation.messages = _with_bytes(messages)
             yield RecordedEpisode(name, sample.action, sample.step_result, _trajectory(file), sample.environment)
         except (NotEnoughError, CheckpointError, TrajectoryFileError, OSError, ValueError) as error:
             yield name, error
+
+
+def _with_bytes(value: Any) -> Any:
+    """Return messages as they were before they were written as JSON, where bytes are base64."""
+    if isinstance(value, list):
+        return [*map(_with_bytes, value)]
+    if not isinstance(value, Mapping):
+        return value
+    match value.get("bytes"):
+        case {"base64": str(text)}:
+            return {**value, "bytes": base64.b64decode(text)}
+    return {name: _with_bytes(item) for name, item in value.items()}
 
 
 def _trajectory(file: Path) -> Trajectory:

@@ -14,6 +14,9 @@ from strands import tool
 from strands.types.exceptions import MaxTokensReachedException
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from strands_env.core import Action, Environment
+from strands_env.eval import Evaluator
+from strands_env.replay import replay
 from strands_sglang import SGLangAbortedError, SGLangClient, SGLangDecodingError, SGLangModel, TurnStatus, get_tokenizer
 from strands_sglang.credit import Episode, training_rows
 from strands_sglang.messages.content import UnsupportedContentError
@@ -238,6 +241,16 @@ async def test_conversation_with_images_is_one_exact_sequence(model):
     pad = model.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert len(grid) == 3
     assert sequence.token_ids.count(pad) == int(grid.prod(dim=1).sum()) // 4
+
+
+async def test_an_evaluation_with_images_replays(model, tmp_path):
+    """The images of a task and of its messages come back from the files, and are expanded to the same tokens."""
+    message = {"role": "user", "content": [{"text": "What is it?"}, image_block()]}
+    evaluator = Evaluator(lambda action: Environment(lambda: model), output_path=tmp_path, keep_trajectories=True)
+    await evaluator.run([Action(message=message)])
+    [replayed] = [one async for one in replay([tmp_path], lambda action: Environment(lambda: model))]
+    assert replayed.is_same, replayed
+    assert replayed.now.turns[0].images is not None
 
 
 async def test_logprobs_belong_to_the_recorded_tokens_and_tensors(model, tiny_vl_server):
