@@ -225,7 +225,9 @@ def build_parser() -> terminal.Parser:
     for name, option in {**_OPTIONS["environment"], **model_options}.items():
         shown_value, told, settings = (*option, {})[:3]
         _add(again, name, shown_value, told.split(" (default:")[0], {**settings, "default": None})
-    again.add_argument("--html", action="store_true", help="write a page with the record and the run next to each other")
+    again.add_argument(
+        "--html", action="store_true", help="write a page with the record and the run next to each other"
+    )
     terminal.add_page_options(again, "replay.html")
     compare.add_argument("first", type=evaluation_in, metavar="A", help="--output of the first evaluation")
     compare.add_argument(

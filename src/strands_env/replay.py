@@ -18,7 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from strands_sglang import Journal, JournalError, TerminationReason, Trajectory, TrajectoryFileError, Turn
+from strands_sglang import Journal, JournalError, TerminationReason, Trajectory, Turn
 from strands_sglang.credit import Episode, RowsFileError, TrainingRow, TrainingRows, losses, training_rows
 from strands_sglang.shown import counted, one_line, visible
 from strands_sglang.trajectory.recording import Difference
@@ -148,15 +148,7 @@ def recorded_episodes(path: str | PathLike[str]) -> Iterator[RecordedEpisode | P
     else:
         try:
             yield _of_journal(path) if path.suffix == ".journal" else _of_trajectory(path)
-        except (
-            NotEnoughError,
-            JournalError,
-            TrajectoryFileError,
-            OSError,
-            LookupError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except (NotEnoughError, JournalError, OSError, LookupError, TypeError, ValueError) as error:
             yield str(path), error
 
 
@@ -176,10 +168,11 @@ def _samples(path: Path) -> Iterator[RecordedEpisode | tuple[str, Exception]]:
             if not file.is_file():
                 raise NotEnoughError("its model calls are not kept: evaluate with --keep-trajectories")
             sample.action.message = _with_bytes(sample.action.message)
-            messages = sample.step_result.observation.messages
-            sample.step_result.observation.messages = _with_bytes(messages)
+            context, observation = sample.action.task_context, sample.step_result.observation
+            context.conversation_history = _with_bytes(context.conversation_history)
+            observation.messages = _with_bytes(observation.messages)
             yield RecordedEpisode(name, sample.action, sample.step_result, _trajectory(file), sample.environment)
-        except (NotEnoughError, CheckpointError, TrajectoryFileError, OSError, ValueError) as error:
+        except (NotEnoughError, CheckpointError, OSError, ValueError) as error:
             yield name, error
 
 
