@@ -716,7 +716,7 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
     if arguments.html and any(one.difference is not None for one in done):
         page = (arguments.output or Path("replay.html")).absolute()
         page.write_text(replay_page(done), encoding="utf-8")
-        terminal.say_page("strands-env", page, is_opened=arguments.open)
+        terminal.say_page("strands-env", page, is_opened=arguments.open, at="#finding-1")
     return code
 
 

@@ -159,11 +159,18 @@ def add_page_options(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument("--open", action="store_true", help="open the page in the browser")
 
 
-def say_page(command: str, page: Path, *, is_opened: bool) -> Any:
-    """Print the path of a page, and open it in the browser if that is asked for; return the exit code."""
+def say_page(command: str, page: Path, *, is_opened: bool, at: str = "") -> Any:
+    """Print the path of a page, and open it in the browser if that is asked for; return the exit code.
+
+    Args:
+        command: Name of the command.
+        page: The page.
+        is_opened: Whether to open it.
+        at: Where on the page, such as `#finding-1`.
+    """
     import webbrowser
 
-    if is_opened and not webbrowser.open(page.as_uri()):
+    if is_opened and not webbrowser.open(page.as_uri() + at):
         tell("no browser can be opened here")
     return say(command, str(page))
 

@@ -563,7 +563,7 @@ def shop_results(tokenizer, tmp_path):
     return tmp_path / "results"
 
 
-def test_the_command_replays_an_evaluation_as_it_was_run(shop_results, capsys, tmp_path):
+def test_the_command_replays_an_evaluation_as_it_was_run(shop_results, capsys, tmp_path, monkeypatch):
     """Without options all is the same; options say what they would change; the exit code and the JSON tell."""
     capsys.readouterr()
     assert cli.main(["replay", str(shop_results)]) == 0
@@ -578,8 +578,11 @@ def test_the_command_replays_an_evaluation_as_it_was_run(shop_results, capsys, t
     found = json.loads(capsys.readouterr().out)
     assert [one["difference"] and one["difference"]["stage"] for one in found] == [None, "reward", None, None]
     page = tmp_path / "replay.html"
-    assert cli.main(["replay", str(shop_results), "--system-prompt", "X", "--html", "-o", str(page)]) == 1
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    assert cli.main(["replay", str(shop_results), "--system-prompt", "X", "--html", "--open", "-o", str(page)]) == 1
     assert page.read_text().startswith("<!doctype html>")
+    assert opened == [f"{page.as_uri()}#finding-1"]
     assert cli.main(["replay", str(shop_results), "--env", "nothing"]) == 2
 
 
