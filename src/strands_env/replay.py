@@ -215,7 +215,6 @@ async def replay(
     make_environment: EnvironmentFactory | None,
     *,
     tools: Tools = "recorded",
-    concurrency: int = 4,
 ) -> AsyncIterator[Replayed]:
     """Run recorded episodes again, and compare each stage with the record, up to the first difference.
 
@@ -227,47 +226,47 @@ async def replay(
         make_environment: Function that returns the environment of a task; its model must be an `SGLangModel`, whose
             server need not exist. None if only training steps are replayed.
         tools: Whether tools return what they returned then, or run.
-        concurrency: Episodes at the same time.
 
     Yields:
         What came of each episode, in the order of the files.
     """
-    running: list[asyncio.Task[list[Replayed]]] = []
-    try:
-        for path in paths:
-            for found in recorded_episodes(path):
-                running.append(asyncio.ensure_future(_replay_found(found, make_environment, tools)))
-                while len(running) >= concurrency:
-                    for replayed in await running.pop(0):
-                        yield replayed
-        while running:
-            for replayed in await running.pop(0):
-                yield replayed
-    finally:
-        for task in running:
-            task.cancel()
+    for path in paths:
+        for found in recorded_episodes(path):
+            if isinstance(found, Path):
+                for replayed in replay_step(found):
+                    yield replayed
+            elif isinstance(found, RecordedEpisode):
+                yield await _replay_episode(found, make_environment, tools)
+            else:
+                yield Replayed(found[0], {"record": f"cannot be read: {one_line(found[1])}"})
 
 
-async def _replay_found(found: Any, make_environment: EnvironmentFactory | None, tools: Tools) -> list[Replayed]:
-    if isinstance(found, Path):
-        return [*replay_step(found)]
-    if not isinstance(found, RecordedEpisode):
-        name, error = found
-        return [Replayed(name, {"record": f"cannot be read: {one_line(error)}"})]
-    replayed = Replayed(found.name, recorded=found.trajectory)
-    group = as_group(found.name, {found.name: found.trajectory})
+async def _replay_episode(
+    episode: RecordedEpisode, make_environment: EnvironmentFactory | None, tools: Tools
+) -> Replayed:
+    replayed = Replayed(episode.name, recorded=episode.trajectory)
+    group = as_group(episode.name, {episode.name: episode.trajectory})
     if not _check_record(replayed, group, findings([group])):
-        return [replayed]
+        return replayed
     if make_environment is None:
         replayed.stages["agent"] = "no environment is given"
-        return [replayed]
+        return replayed
     try:
-        env = await maybe_await(make_environment(found.action.model_copy(deep=True)))
+        env: Any = await maybe_await(make_environment(episode.action.model_copy(deep=True)))
+        if not isinstance(env, Environment):
+            raise TypeError(f"it must be an Environment, not {type(env).__name__}")
     except Exception as error:
         replayed.stages["agent"] = f"the environment cannot be made: {one_line(error)}"
-        return [replayed]
-    await _run_again(replayed, found, cast(Environment, env), tools)
-    return [replayed]
+        return replayed
+    kept = {name: getattr(env, name) for name in _REPLACED}  # it may serve the other episodes, too
+    try:
+        await _run_again(replayed, episode, env, tools)
+    finally:
+        vars(env).update(kept)
+    return replayed
+
+
+_REPLACED = ("journal", "retries", "episode_timeout", "reward_fn", "rerun")
 
 
 def _check_record(replayed: Replayed, group: Group, found: Iterable[Finding]) -> bool:

@@ -490,6 +490,18 @@ async def test_ten_files_of_which_one_is_broken(tokenizer, tmp_path):
     assert lines[1].split() == ["2", "not", "compared"]
 
 
+async def test_one_environment_for_all_episodes_is_left_as_it_was(tokenizer, tmp_path):
+    shared = environment(tokenizer, 2, journal=tmp_path / "journals", retries=1)(None)
+    await evaluate(tmp_path / "e", lambda action: shared, prompts=3)
+    before = dict(vars(shared))
+    for _ in range(2):
+        found = await replayed(tmp_path / "e", lambda action: shared)
+        assert [one.stages["reward"] for one in found] == ["same"] * 3
+    assert {**vars(shared), "last_result": before["last_result"], "asked": before["asked"]} == before
+    [one] = await replayed(next((tmp_path / "journals").iterdir()), lambda action: None)
+    assert "it must be an Environment, not NoneType" in str(one)
+
+
 async def test_an_environment_that_is_gone_or_changed(recorded, tokenizer):
     def gone(action):
         raise ModuleNotFoundError("No module named 'shop'")
