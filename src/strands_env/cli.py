@@ -687,6 +687,9 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
 
     if (arguments.output is not None or arguments.open) and not arguments.html:
         raise UsageError("--output and --open need --html")
+    for file in arguments.files:
+        if not Path(file).exists():
+            raise UsageError(f"{file}: no such file or folder")
     logging.getLogger("strands").setLevel(logging.CRITICAL)
     logging.getLogger("strands_env.core").setLevel(logging.CRITICAL)  # the report says it
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)

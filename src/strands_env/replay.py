@@ -147,7 +147,10 @@ def recorded_episodes(path: str | PathLike[str]) -> Iterator[RecordedEpisode | P
             yield from recorded_episodes(one if name == one.name else one.with_name(f"{name}.jsonl"))
     else:
         try:
-            yield _of_journal(path) if path.suffix == ".journal" else _of_trajectory(path)
+            path.stat()
+            if path.suffix != ".journal":
+                raise NotEnoughError("it does not hold the task: name the evaluation or the journal that it is from")
+            yield _of_journal(path)
         except (NotEnoughError, JournalError, OSError, LookupError, TypeError, ValueError) as error:
             yield str(path), error
 
@@ -199,12 +202,6 @@ def _of_journal(path: Path) -> RecordedEpisode:
     action = Action(**point.action)
     result = point.step_result(read_conversation(action).history_length)
     return RecordedEpisode(path.stem, action, result, point.trajectory, point.environment)
-
-
-def _of_trajectory(path: Path) -> RecordedEpisode:
-    raise NotEnoughError(
-        "a trajectory alone does not hold the task: name the evaluation or the journal that it is from"
-    )
 
 
 # --- to run them again ---

@@ -596,6 +596,7 @@ def test_the_command_replays_an_evaluation_as_it_was_run(shop_results, capsys, t
     assert page.read_text().startswith("<!doctype html>")
     assert opened == [f"{page.as_uri()}#finding-1"]
     assert cli.main(["replay", str(shop_results), "--env", "nothing"]) == 2
+    assert cli.main(["replay", str(tmp_path / "nothing")]) == 2
 
 
 def test_stopping_leaves_a_report(shop_results, monkeypatch, capsys):
