@@ -22,6 +22,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -290,7 +291,7 @@ _THRESHOLD = (
     "a sample with at least this reward is a success (default: %(default)s)",
     {"type": finite, "default": 1.0},
 )
-_REPLAYED = ("--model", "--tokenizer", "--chat-template", "--tool-parser")
+_REPLAYED = ("--model", "--tokenizer", "--chat-template", "--tool-parser", "--sampling-params", "--model-args")
 """Options of the model that a replay may change."""
 
 _OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -696,8 +697,15 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
     done: list[Replayed] = []
 
     async def run() -> None:
-        for file in arguments.files:
-            make = environment_of_run(arguments, file)
+        for file in chain.from_iterable(map(evaluations_in, arguments.files)):
+            try:
+                make = environment_of_run(arguments, file)
+            except (ValueError, TypeError, OSError, ImportError) as error:
+                if len(arguments.files) == 1:
+                    raise
+                done.append(Replayed(file, {"agent": f"the environment cannot be made: {one_line(error)}"}))
+                tell(paint(str(done[-1]), "yellow"))
+                continue
             async for one in replay([file], make, tools=arguments.tools):
                 done.append(one)
                 if not one.is_same and not arguments.json:
@@ -721,6 +729,12 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
         page.write_text(replay_page(done), encoding="utf-8")
         terminal.say_page("strands-env", page, is_opened=arguments.open, at="#finding-1")
     return code
+
+
+def evaluations_in(file: str) -> list[str]:
+    """Return the evaluations in a folder and the folders in it; the file or folder itself if there are none."""
+    ending = ".run.json"
+    return [f"{plan}".removesuffix(ending) + ".jsonl" for plan in sorted(Path(file).rglob(f"*{ending}"))] or [file]
 
 
 def environment_of_run(arguments: argparse.Namespace, file: str) -> Any:

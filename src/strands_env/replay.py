@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product, zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from strands_sglang import Journal, JournalError, TerminationReason, Trajectory, Turn
+from strands_sglang import Journal, JournalError, TerminationReason, Trajectory
 from strands_sglang.credit import Episode, RowsFileError, TrainingRow, TrainingRows, losses, training_rows
 from strands_sglang.shown import counted, one_line, visible
 from strands_sglang.trajectory.recording import Difference
 from strands_sglang.viewer import Finding, Group, UnreadableError, as_group, findings, read_episodes, render
 
-from .core import Action, Environment, RewardFunction
+from .core import Action, Environment
 from .core.durable import checkpoint
-from .core.environment import compute_reward, read_conversation
+from .core.environment import read_conversation
 from .core.rerun import RecordedEpisode, Rerun, Tools
 from .core.supervision import maybe_await
 from .eval import CheckpointError, EvalSample
@@ -37,14 +38,6 @@ STAGES = ("record", "agent", "tools", "outcome", "reward", "credit", "loss")
 """The stages, in order."""
 
 SAME, DIFFERS = "same", "differs"
-
-ENDED_BY_OTHERS = frozenset(
-    {
-        *(TerminationReason.TIMEOUT, TerminationReason.ABORTED, TerminationReason.CANCELLED),
-        *(TerminationReason.INFRASTRUCTURE_ERROR, TerminationReason.INTERRUPTED),
-    }
-)
-"""Outcomes that clocks and machines decide: a run ends where such a record does."""
 
 ROWS = "rows.safetensors"
 
@@ -101,20 +94,14 @@ def described(difference: Difference) -> str:
         where.append(f"turn {difference.turn}")
     if difference.token is not None:
         where.append(f"token {difference.token}")
-    then, now = (_shown(value, difference.token) for value in (difference.recorded, difference.now))
+    then, now = map(_shown, (difference.recorded, difference.now))
     told = "" if then == now == "nothing" else f": {then} in the record, {now} now"
     return f"{', '.join(where)}: {difference.what}{told}"
 
 
-def _shown(value: Any, token: int | None) -> str:
+def _shown(value: Any) -> str:
     if value is None:
         return "nothing"
-    if isinstance(value, Turn) and token is not None:
-        ids = value.token_ids()[: value.prompt_tokens][token : token + 12]
-        known = {} if value.trajectory is None else value.trajectory.pieces
-        if value.trajectory is not None and value.trajectory.encoder is not None:
-            known = value.trajectory.encoder.pieces(ids)
-        value = b"".join(known.get(token_id, b"?") for token_id in ids).decode(errors="replace")
     return visible(repr(value))[:120]
 
 
@@ -137,9 +124,9 @@ def recorded_episodes(path: str | PathLike[str]) -> Iterator[RecordedEpisode | P
     elif results_file(path).with_suffix(".run.json").is_file():
         yield from _samples(path)
     elif path.is_dir():
-        inner = [*sorted(path.glob("*.run.json")), *sorted(path.glob("*.journal")), *sorted(path.glob("*.safetensors"))]
-        inner += sorted(found.parent for found in path.glob(f"*/{ROWS}"))
-        inner += sorted(found.parent for found in path.glob(f"steps/*/{ROWS}"))
+        found = {*path.rglob("*.run.json"), *path.rglob("*.journal"), *path.rglob(ROWS)}
+        # Those in a folder of journals are of samples that have not ended.
+        inner = sorted(one for one in found if one.parent.suffix != ".journals") or sorted(path.glob("*.safetensors"))
         if not inner:
             yield str(path), NotEnoughError("no recorded episodes: no evaluation, journal, trajectory or training step")
         for one in inner:
@@ -258,12 +245,14 @@ async def _replay_episode(
     kept = {name: getattr(env, name) for name in _REPLACED}  # it may serve the other episodes, too
     try:
         await _run_again(replayed, episode, env, tools)
+    except Exception as error:
+        replayed.stages["agent"] = f"it cannot run: {type(error).__name__}: {one_line(error)}"
     finally:
         vars(env).update(kept)
     return replayed
 
 
-_REPLACED = ("journal", "retries", "episode_timeout", "reward_fn", "rerun")
+_REPLACED = ("journal", "retries", "reward_fn", "rerun")
 
 
 def _check_record(replayed: Replayed, group: Group, found: Iterable[Finding]) -> bool:
@@ -300,50 +289,51 @@ _CREDIT = (
 
 
 async def _run_again(replayed: Replayed, episode: RecordedEpisode, env: Environment, tools: Tools) -> None:
-    replayed.changed = _changed(episode.identity or {}, env.identity())
-    env.journal, env.retries, env.episode_timeout = None, 0, None
-    reward_fn, env.reward_fn = env.reward_fn, None
-    env.rerun = rerun = Rerun(episode, tools)
-    recording = rerun.recording
+    replayed.changed = _changed(episode.identity or {}, json.loads(json.dumps(env.identity(), default=str)))
+    reward = _why_no_reward(env, tools)
+    env.journal, env.retries, env.rerun = None, 0, Rerun(episode, tools)
+    if reward is not None:
+        env.reward_fn = None
+    recording = env.rerun.recording
     result = await env.step(episode.action.model_copy(deep=True))
     replayed.now = recording.trajectory
-    was_cut = recording.has_ended and episode.result.termination_reason in ENDED_BY_OTHERS
-    if not was_cut:
-        recording.check_end()
-        if recording.difference is not None:
-            replayed.differs(recording.difference)
-            return
-    replayed.stages["agent"] = SAME
-    replayed.stages["tools"] = SAME if tools == "live" else "recorded only"
     then, now = episode.result.termination_reason, result.termination_reason
-    if then is not now and not was_cut:
+    if now is TerminationReason.TIMEOUT and then is not now:
+        replayed.stages["agent"] = f"the run took more than {env.episode_timeout} s"
+        return
+    if not recording.has_ended:
+        recording.check_end()
+    difference = recording.difference
+    if difference is not None:
+        replayed.differs(replace(difference, now=result.error) if difference.now is None else difference)
+        return
+    replayed.stages |= {"agent": SAME, "tools": SAME if tools == "live" else "recorded only"}
+    if recording.has_ended:
+        replayed.stages |= dict.fromkeys(("outcome", "reward"), "recorded only: the run ended where the record ends")
+    elif then is not now:
         last = max((turn.index for turn in episode.trajectory.turns), default=None)
         told = now.value if result.error is None else f"{now.value} ({result.error})"
-        replayed.differs(Difference("outcome", last, None, then.value, told, stage="outcome"))
+        replayed.differs(Difference("outcome", last, None, then.value, told, "outcome"))
         return
-    replayed.stages["outcome"] = SAME if then is now else "the machines ended it"
-    if reward_fn is None:
-        replayed.stages["reward"] = "there is no reward function"
-    elif was_cut:
-        replayed.stages["reward"] = "recorded only"
-    elif getattr(reward_fn, "asks_a_model", False):
-        replayed.stages["reward"] = "recorded only: it asks a model"
     else:
-        await _reward_again(replayed, episode, reward_fn, env.reward_timeout)
-    if replayed.difference is None:
-        replayed.stages |= dict.fromkeys(("credit", "loss"), "not in the file")
+        replayed.stages |= {"outcome": SAME, "reward": reward or SAME}
+        values = [None if one.reward is None else one.reward.reward for one in (episode.result, result)]
+        if reward is None and values[0] != values[1]:
+            why = values[1] if result.reward_error is None else result.reward_error
+            replayed.differs(Difference("reward", None, None, values[0], why, "reward"))
+            return
+    replayed.stages |= dict.fromkeys(("credit", "loss"), "not in the file")
 
 
-async def _reward_again(
-    replayed: Replayed, episode: RecordedEpisode, reward_fn: RewardFunction, timeout: float | None
-) -> None:
-    again = await compute_reward(reward_fn, episode.action, episode.result, timeout=timeout)
-    values = [None if one.reward is None else one.reward.reward for one in (episode.result, again)]
-    if values[0] == values[1]:
-        replayed.stages["reward"] = SAME
-        return
-    told = values[1] if again.reward_error is None else again.reward_error
-    replayed.differs(Difference("reward", None, None, values[0], told, stage="reward"))
+def _why_no_reward(env: Environment, tools: Tools) -> str | None:
+    """Return why a reward is not computed again; None if it is."""
+    if env.reward_fn is None:
+        return "there is no reward function"
+    if getattr(env.reward_fn, "asks_a_model", False):
+        return "recorded only: it asks a model"
+    if tools == "recorded" and type(env).reset is not Environment.reset:
+        return "recorded only: the environment has a state, which recorded tools do not change"
+    return None
 
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -748,6 +748,8 @@ class Environment(Identified):
         model: Any = await maybe_await(self.model_factory())
         if model is None:
             raise TypeError("the model factory returned None; Strands would use its default model")
+        if self.rerun is not None and not isinstance(model, SGLangModel):
+            raise TypeError(f"only an SGLangModel can be replayed, not a {type(model).__name__}")
         episode.model = model
         given = None if point is None else point.trajectory
         if self.rerun is not None:
@@ -828,7 +830,7 @@ class Environment(Identified):
             messages = None
 
     async def _next_user_message(self, episode: _Running, agent: Agent) -> str | None:
-        if self.rerun is not None:
+        if self.rerun is not None and type(self).next_user_message is not Environment.next_user_message:
             return self.rerun.next_user_message(agent.messages, episode.conversation.history_length)
         with new_trajectory(agent.model):  # for a user that is the same model
             return cast("str | None", await invoke(self.next_user_message, episode.action, agent.messages))

@@ -14,11 +14,21 @@ from strands.types.session import decode_bytes_values
 from strands.types.tools import ToolResult
 from typing_extensions import override
 
-from strands_sglang import Trajectory
+from strands_sglang import TerminationReason, Trajectory
 from strands_sglang.trajectory.recording import Difference, Recording
 
 from .tools import ContainedTool
 from .types import Action, StepResult
+
+ENDED_BY_OTHERS = frozenset(
+    {
+        *(TerminationReason.TIMEOUT, TerminationReason.ABORTED, TerminationReason.CANCELLED),
+        *(TerminationReason.INFRASTRUCTURE_ERROR, TerminationReason.INTERRUPTED),
+    }
+)
+"""Outcomes that clocks and machines decide: a run ends where such a record does."""
+
+_LIMITS = (TerminationReason.MAX_TURNS_REACHED, TerminationReason.TOKEN_BUDGET_REACHED)
 
 Tools = Literal["recorded", "live"]
 """Whether tools return what they returned then, or run."""
@@ -68,7 +78,8 @@ class Rerun(HookProvider):
 
     def __post_init__(self) -> None:
         """Begin at the first model call."""
-        self.recording = Recording(self.episode.trajectory)
+        is_cut_off = self.episode.result.termination_reason in ENDED_BY_OTHERS
+        self.recording = Recording(self.episode.trajectory, is_cut_off=is_cut_off)
         self._results = self.episode.tool_results()
 
     @override
@@ -86,14 +97,19 @@ class Rerun(HookProvider):
         """
         recorded = self.episode.result.observation.messages
         at = len(messages) - before
-        if at >= len(recorded) or recorded[at]["role"] != "user":
-            return None
+        outcome = self.episode.result.termination_reason
+        if at >= len(recorded):
+            self.recording.has_ended = outcome not in (TerminationReason.TASK_COMPLETE, *_LIMITS)
+            return "The record ends here." if outcome in _LIMITS else None
         return "".join(block.get("text", "") for block in recorded[at]["content"])
 
     def _before_tool(self, event: BeforeToolCallEvent) -> None:
         use = event.tool_use
         if use["toolUseId"] not in self._results:
-            self.recording.has_ended = True
+            self.recording.has_ended = self.recording.is_cut_off
+            if not self.recording.is_cut_off:
+                what = f"a call of {use['name']} that is not recorded"
+                self.recording.note(Difference(what, self._turn(use), now=use["input"], stage="tools"))
             event.cancel_tool = "the record ends here"
             return
         recorded = self._results[use["toolUseId"]]
@@ -105,6 +121,8 @@ class Rerun(HookProvider):
             event.selected_tool = ContainedTool(event.selected_tool, recorded=copy.deepcopy(recorded))
 
     def _after_tool(self, event: AfterToolCallEvent) -> None:
+        if self.tools == "recorded" and self._has_ended_the_loop():
+            event.invocation_state.setdefault("request_state", {})["stop_event_loop"] = True
         recorded = self._results.get(event.tool_use["toolUseId"])
         if self.tools == "recorded" or recorded is None or event.cancel_message or event.selected_tool is None:
             return
@@ -116,6 +134,13 @@ class Rerun(HookProvider):
             if then["status"] == now["status"]:
                 then, now = then["content"], now["content"]
             self.recording.note(Difference(what, self._turn(event.tool_use), None, then, now, "tools"))
+
+    def _has_ended_the_loop(self) -> bool:
+        """Whether the record ends with the results of tools, which have ended it."""
+        result = self.episode.result
+        is_last = any("toolResult" in block for block in result.observation.messages[-1]["content"])
+        is_complete = result.termination_reason is TerminationReason.TASK_COMPLETE
+        return is_last and is_complete and self.recording.is_over()
 
     def _turn(self, use: Any) -> int | None:
         turns = self.episode.trajectory.turns

@@ -303,6 +303,7 @@ class ModelCall:
         source.check_request(self.turn, recorded, random_seeds=self.config.random_seeds)
         if answer is None or not recorded.is_whole:
             self.parts = [] if answer is None else [answer]
+            source.has_ended = source.is_cut_off and source.is_over(recorded.agent)
             raise source.failure_of(recorded)
         self._recorded = recorded
         return replace(answer)

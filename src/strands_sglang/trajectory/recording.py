@@ -17,6 +17,9 @@ from ..outcomes import TerminationReason
 from .trajectory import Trajectory
 from .turn import RecordedError, Turn
 
+_SHOWN = 12
+"""Tokens that a difference shows."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -50,21 +53,25 @@ class Recording:
         recorded: The recorded trajectory.
         trajectory: The new one.
         difference: Where they part; None as long as they do not.
-        has_ended: Whether a call came after all that is recorded.
+        is_cut_off: Whether a clock or a machine ended the record, so that a run may end there, too.
+        has_ended: Whether the run has come to such an end.
     """
 
-    def __init__(self, recorded: Trajectory) -> None:
+    def __init__(self, recorded: Trajectory, *, is_cut_off: bool = False) -> None:
         """Begin at the first turn.
 
         Args:
             recorded: The recorded trajectory. It is not changed.
+            is_cut_off: Whether a clock or a machine ended the record.
         """
         self.recorded = recorded
+        self.is_cut_off = is_cut_off
         self.difference: Difference | None = None
         self.has_ended = False
         self.trajectory = Trajectory()
         self.trajectory.source = self
         self._waiting = list(recorded.turns)
+        self._main = next((turn.agent for turn in recorded.turns if not turn.is_auxiliary), None)
         self._twins: dict[int, Turn] = {}  # the recorded turns, by the index of the new ones
         self._agents: dict[str | None, str | None] = {}  # the recorded ones, by the new ones
         self._lock = threading.Lock()
@@ -99,8 +106,10 @@ class Recording:
                 return found
             known = self._agents.get(turn.agent)
             waiting = [one for one in self._waiting if known is None or one.agent == known]
-            if not waiting:
+            if not waiting and self.is_cut_off:
                 self.has_ended = True
+                raise ReplayDifferenceError("the record ends here")
+            if not waiting:
                 last = max((one.index for one in self._twins.values()), default=None)
                 self.differ(Difference("a model call that is not recorded follows", last, now=turn.reason))
             ids = turn.token_ids()
@@ -111,8 +120,14 @@ class Recording:
             else:
                 changed = [name for name in turn.parts if turn.parts[name] != nearest.parts.get(name)]
                 told = f"the prompt ({', '.join(changed)} changed)" if changed else "the prompt"
-                what = Difference(told, nearest.index, token, nearest, turn)
+                then, now = (self._text(one, token) for one in (nearest.token_ids()[: nearest.prompt_tokens], ids))
+                what = Difference(told, nearest.index, token, then, now)
             self.differ(what)
+
+    def is_over(self, agent: str | None = None) -> bool:
+        """Whether all recorded turns of an agent were asked; by default, of the main agent."""
+        agent = self._main if agent is None else agent
+        return all(turn.agent != agent for turn in self._waiting)
 
     def _asks_the_same(self, turn: Turn, recorded: Turn) -> bool:
         parent = None if turn.parent is None else self._twins.get(turn.parent.index)
@@ -123,6 +138,10 @@ class Recording:
             and turn.is_auxiliary == recorded.is_auxiliary
             and _pictures(turn) == _pictures(recorded)
         )
+
+    def _text(self, ids: Sequence[int], token: int) -> str:
+        encoder = self.trajectory.encoder
+        return "" if encoder is None else encoder.decode(ids[token : token + _SHOWN])
 
     def check_request(self, turn: Turn, recorded: Turn, *, random_seeds: bool) -> None:
         """Compare how two turns are sampled.
@@ -169,8 +188,7 @@ class Recording:
         """Note a difference in what became of the answers, or of a turn of the main agent that was not asked."""
         if self.difference is not None:
             return
-        main = next((turn.agent for turn in self.recorded.turns if not turn.is_auxiliary), None)
-        missing = next((turn for turn in self._waiting if turn.agent == main), None)
+        missing = next((turn for turn in self._waiting if turn.agent == self._main), None)
         if missing is not None:
             self.note(Difference("a model call that is not made any more", missing.index, None, missing.reason))
         for turn in self.trajectory.turns:

@@ -2,12 +2,14 @@
 
 import asyncio
 import base64
+import gc
 import json
 import os
 import random
 import re
 import shutil
 import signal
+import weakref
 import zlib
 from dataclasses import replace
 from itertools import cycle, islice
@@ -473,7 +475,109 @@ async def test_cut_and_failed_turns_replay(tokenizer, tmp_path, answers, config)
     assert found[0].is_same or "the episode has not ended" in told, told
 
 
+class Chat(Environment):
+    """A user who asks three times, and then does as `last` says."""
+
+    last = None
+
+    async def next_user_message(self, action, messages):
+        asked = sum(message["role"] == "user" for message in messages)
+        if asked == 3 and self.last == "hangs":
+            await asyncio.Event().wait()
+        if asked == 3 and self.last == "raises":
+            raise RuntimeError("the user left")
+        return "More." if asked < 3 or self.last == "goes on" else None
+
+
+class ReadsTokens(RewardFunction):
+    async def compute(self, *, action, step_result):
+        observation = step_result.observation
+        return len(observation.tokens.token_ids) + len(observation.trajectory.turns)
+
+
+@pytest.mark.parametrize("tools", ["recorded", "live"])
+@pytest.mark.parametrize("kind", ["hangs in a call", "user hangs", "user raises", "budget", "submits", "reads tokens"])
+async def test_every_end_replays(tokenizer, tmp_path, kind, tools):
+    """Clocks, users, budgets and tools that end an episode end its replay at the same place."""
+
+    @tool(context=True)
+    def submit(answer: str, tool_context) -> str:
+        """Submit."""
+        tool_context.invocation_state["request_state"]["stop_event_loop"] = True
+        return "submitted"
+
+    slow = ScriptedAnswer("late", latency_s=60)
+    answers = [call("submit", answer="4")] if kind == "submits" else ["Yes."] * 5
+    server = ScriptedSGLang(tokenizer, ["Yes.", slow] if kind == "hangs in a call" else answers)
+    clocks = {"episode_timeout": 0.5} if "hangs" in kind else {}
+    limits = {"max_turns": 3} if kind == "budget" else {}
+
+    def make(client):
+        def create(action):
+            model = SGLangModel(tokenizer=tokenizer, client=client)
+            env = Chat(lambda: model, ReadsTokens(), **limits, **clocks)
+            env.last = {"user hangs": "hangs", "user raises": "raises", "budget": "goes on"}.get(kind)
+            env.get_tools = lambda: [submit]
+            return env
+
+        return create
+
+    await evaluate(tmp_path / "e", make(server.client()))
+    [one] = await replayed(tmp_path / "e", make(dead(tokenizer)), tools=tools)
+    assert one.is_same, one
+
+
 # --- bad input ---
+
+
+async def test_what_cannot_run_is_named_and_the_rest_is_replayed(recorded, tokenizer, tmp_path):
+    """A record without a user's message, an identity that raises, another provider's model."""
+    make = environment(tokenizer, 1)
+    shutil.copytree(recorded / "shop-1", tmp_path / "a")
+    file = tmp_path / "a" / "results.jsonl"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "message": []}) + "\n")
+    shutil.copytree(recorded / "shop-1", tmp_path / "b")
+    found = await replayed(tmp_path, make)
+    assert [one.is_same for one in found] == [False, True]
+    assert "it cannot run: ValueError: the last message of an action must have the role user" in str(found[0])
+
+    class Other:
+        """A model of another provider, which must not be asked."""
+
+    [one] = await replayed(recorded / "shop-1", lambda action: Shop(Other))
+    assert "only an SGLangModel can be replayed" in str(one)
+
+
+async def test_a_reward_that_reads_a_state_is_compared_with_live_tools_only(tokenizer, tmp_path):
+    class Cart(Shop):
+        async def reset(self):
+            self.asked = []
+
+    class Bought(RewardFunction):
+        async def compute(self, *, action, step_result):
+            return len(cart.asked)
+
+    cart = None
+
+    def make(action):
+        nonlocal cart
+        shop = environment(tokenizer, 1)(action)
+        cart = Cart(shop.model_factory, Bought(), hooks=[Checked()])
+        return cart
+
+    await evaluate(tmp_path / "e", make)
+    stages = [(await replayed(tmp_path / "e", make, tools=tools))[0].stages["reward"] for tools in ("recorded", "live")]
+    assert stages == ["recorded only: the environment has a state, which recorded tools do not change", "same"]
+
+
+async def test_differences_hold_no_episode(recorded, tokenizer):
+    """Thousands of them take no memory once the episodes are gone."""
+    [one] = await replayed(recorded / "shop-1", environment(tokenizer, 1, system_prompt="Be kind."))
+    recorded_turns = weakref.ref(one.recorded)
+    one.recorded = one.now = None
+    gc.collect()
+    assert recorded_turns() is None
+    assert "Be kind." in str(one)
 
 
 async def test_ten_files_of_which_one_is_broken(tokenizer, tmp_path):
