@@ -25,7 +25,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -205,14 +205,26 @@ class EpisodeHooks(HookProvider):
                 event.selected_tool = ContainedTool(event.selected_tool, self._budgets.tool_timeout)
 
     def _keep_result(self, event: AfterToolCallEvent) -> None:
-        returned = None if event.cancel_message else _deepcopy(event.result, {})
-        self.returned[event.tool_use["toolUseId"]] = returned
+        returned = None if event.cancel_message else event.result
+        with suppress(Exception):  # what cannot be copied is not kept
+            self.returned[event.tool_use["toolUseId"]] = _deepcopy(returned, {})
 
-    def changed_results(self, messages: Sequence[Message]) -> dict[str, ToolResult | None]:
-        """Return what calls returned if it is not what the messages hold; None for calls that did not run."""
-        results = [block["toolResult"] for message in messages for block in message["content"] if "toolResult" in block]
-        shown = {result["toolUseId"]: result for result in results}
-        return {use_id: result for use_id, result in self.returned.items() if shown.get(use_id) != result}
+    def changed_results(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """Return what calls returned if it is not what the messages hold; None for calls that did not run.
+
+        Bytes are in Strands' form for JSON. What JSON cannot hold is left out.
+        """
+        shown: dict[str, Any] = {}
+        for message in messages:
+            for block in message["content"]:
+                if "toolResult" in block:
+                    shown[block["toolResult"]["toolUseId"]] = block["toolResult"]
+        changed = {}
+        for use_id, result in self.returned.items():
+            if shown.get(use_id) != result:
+                with suppress(TypeError, ValueError, RecursionError):
+                    changed[use_id] = json.loads(json.dumps(encode_bytes_values(result)))
+        return changed
 
     def _exceeded_limit(self, event: BeforeToolCallEvent) -> str | None:
         """Return the limit that a call exceeds, if any."""
@@ -854,7 +866,7 @@ class Environment(Identified):
             result.error = f"the agent stopped with {end.stop_reason}, from which an episode cannot continue"
         if episode.trajectory is not None:
             episode.trajectory.settle(messages)
-            episode.trajectory.tool_results.update(encode_bytes_values(episode.hooks.changed_results(messages)))
+            episode.trajectory.tool_results.update(episode.hooks.changed_results(messages))
             observation.trajectory = episode.trajectory
             sequence = episode.trajectory.latest_main_sequence(warn=True)
             observation.tokens = TokenObservation.from_token_manager(sequence)

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import threading
 import weakref
 import zlib
 from dataclasses import replace
@@ -94,6 +95,20 @@ class Checked(HookProvider):
 
     def check(self, event):
         event.result = {**event.result, "content": [*event.result["content"], {"text": "(checked)"}]}
+
+
+class Tidies(HookProvider):
+    """Puts text in the place of a result."""
+
+    def register_hooks(self, registry, **kwargs):
+        registry.add_callback(AfterToolCallEvent, self.tidy)
+
+    def tidy(self, event):
+        event.result = {
+            "toolUseId": event.tool_use["toolUseId"],
+            "status": "success",
+            "content": [{"text": "(checked)"}],
+        }
 
 
 def script(seed):
@@ -486,7 +501,7 @@ class Chat(Environment):
             await asyncio.Event().wait()
         if asked == 3 and self.last == "raises":
             raise RuntimeError("the user left")
-        return "More." if asked < 3 or self.last == "goes on" else None
+        return "More." if asked < 3 or self.last == "stays" else None
 
 
 class ReadsTokens(RewardFunction):
@@ -516,7 +531,7 @@ async def test_every_end_replays(tokenizer, tmp_path, kind, tools):
         def create(action):
             model = SGLangModel(tokenizer=tokenizer, client=client)
             env = Chat(lambda: model, ReadsTokens(), **limits, **clocks)
-            env.last = {"user hangs": "hangs", "user raises": "raises", "budget": "goes on"}.get(kind)
+            env.last = {"user hangs": "hangs", "user raises": "raises", "budget": "stays"}.get(kind)
             env.get_tools = lambda: [submit]
             return env
 
@@ -528,6 +543,29 @@ async def test_every_end_replays(tokenizer, tmp_path, kind, tools):
 
 
 # --- bad input ---
+
+
+async def test_results_that_no_file_can_hold_disturb_nothing(tokenizer, tmp_path):
+    """The episode ends as without them, and its file is written; a lock cannot even be copied."""
+    for content in ({1, 2}, threading.Lock()):
+
+        @tool
+        def odd() -> dict:
+            """Be odd."""
+            return {"status": "success", "content": [{"json": content}]}  # noqa: B023
+
+        def make(action):
+            server = ScriptedSGLang(tokenizer, lambda request: "Done." if "(checked)" in request.text else call("odd"))
+            env = Shop(lambda: SGLangModel(tokenizer=tokenizer, client=server.client()), Length(), hooks=[Tidies()])
+            env.get_tools = lambda: [odd]  # noqa: B023
+            return env
+
+        folder = tmp_path / type(content).__name__
+        await evaluate(folder, make)
+        [record] = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
+        assert (record["termination_reason"], record["reward"]) == ("task_complete", 5.25)
+        [file] = (folder / "results.trajectories").iterdir()
+        assert Trajectory.load(file).tool_results == {}
 
 
 async def test_what_cannot_run_is_named_and_the_rest_is_replayed(recorded, tokenizer, tmp_path):
