@@ -98,7 +98,7 @@ class Checked(HookProvider):
 
 
 class Tidies(HookProvider):
-    """Puts text in the place of a result."""
+    """Replaces a result with text."""
 
     def register_hooks(self, registry, **kwargs):
         registry.add_callback(AfterToolCallEvent, self.tidy)
