@@ -54,7 +54,7 @@ from .tools import ContainedTool
 from .types import Action, StepResult, TokenObservation
 
 if TYPE_CHECKING:
-    from .environment import Environment
+    from .environment import Environment, EpisodeHooks
 
 logger = logging.getLogger(__name__)
 
@@ -132,14 +132,14 @@ class Recorder(HookProvider):
         self.is_resumable = True
         self._environment = environment
 
-    def begin(self, attempt: int, action: Action, point: Checkpoint | None, limiter: ToolLimiter) -> None:
+    def begin(self, attempt: int, action: Action, point: Checkpoint | None, hooks: EpisodeHooks) -> None:
         """Begin an attempt at an episode, or continue one.
 
         Args:
             attempt: Its number.
             action: The task.
             point: Where it continues; None to begin.
-            limiter: The limiter of its agent.
+            hooks: The hooks of its agent.
 
         Raises:
             JournalInUseError: Another one writes the journal.
@@ -148,7 +148,7 @@ class Recorder(HookProvider):
         self.trajectory, self.lost, self.is_resumable = None, None, True
         self._began = time.monotonic()
         self._turns = TurnWriter(self._write_turn)
-        self._limiter = limiter
+        self._hooks = hooks
         self._agent: Agent | None = None
         self._messages: list[Message] = []  # as written
         self._agent_state: Any = None  # as written
@@ -213,9 +213,7 @@ class Recorder(HookProvider):
         except Exception as error:  # what metrics hold is the environment's
             self._lose(error)
             return
-        results = {} if self.trajectory is None else self.trajectory.tool_results
-        noted = None if end is None else asdict(end)
-        self._write("end", {"end": noted, "result": dumped, "tool_results": results}, {})
+        self._write("end", {"end": None if end is None else asdict(end), "result": dumped}, {})
 
     def _write_turn(self, kind: str, data: dict[str, Any], tensors: Mapping[str, Any]) -> None:
         self._write(kind, {**data, "call": _call.get()}, tensors)
@@ -270,11 +268,14 @@ class Recorder(HookProvider):
             "at": same,
             "messages": known[same:],
             "seconds": round(time.monotonic() - self._began, 3),
-            "limiter": self._limiter.counts(),
+            "limiter": self._hooks.limiter.counts(),
             "cycles": metrics.cycle_count,
             "usage": metrics.accumulated_usage,
             "latency": metrics.accumulated_metrics,
         }
+        changed = self._hooks.changed_results(messages[same:])
+        if changed:
+            data["tool_results"] = changed
         state = self._agent.take_snapshot(include=["state", "model_state"]).data
         if state != self._agent_state:
             data["agent"] = self._agent_state = state
@@ -363,6 +364,7 @@ class Checkpoint:
         counts: What the agent and its limiter have counted.
         state: The environment's own state.
         results: Results of the calls of the last message that have ended, by toolUseId.
+        returned: What earlier calls returned, by toolUseId, where the messages hold something else.
         repeated: The calls that have ended since the state was kept, and that changed it, by toolUseId.
         asked_again: Answers to sub-agents in calls that had not ended: the calls run again, and ask again.
         interrupted: Why it cannot continue although its environment can; None if it can.
@@ -382,6 +384,7 @@ class Checkpoint:
     counts: Mapping[str, Any] = field(default_factory=dict)
     state: Any = None
     results: dict[str, ToolResult] = field(default_factory=dict)
+    returned: dict[str, ToolResult | None] = field(default_factory=dict)
     repeated: dict[str, ToolUse] = field(default_factory=dict)
     asked_again: list[Turn] = field(default_factory=list)
     interrupted: str | None = None
@@ -490,6 +493,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             for use in chain.from_iterable(tool_uses([message]) for message in new):
                 uses[use["toolUseId"]] = use
             point.agent = data.get("agent", point.agent)
+            point.returned |= decode_bytes_values(data.get("tool_results", {}))
             point.seconds, point.counts = data["seconds"], data
             if any(message["role"] == "assistant" for message in data["messages"]):
                 unseen = None

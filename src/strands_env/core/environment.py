@@ -210,20 +210,21 @@ class EpisodeHooks(HookProvider):
             self.returned[event.tool_use["toolUseId"]] = _deepcopy(returned, {})
 
     def changed_results(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """Return what calls returned if it is not what the messages hold; None for calls that did not run.
+        """Return what calls returned if messages hold something else; None for calls that did not run.
 
         Bytes are in Strands' form for JSON. What JSON cannot hold is left out.
+
+        Args:
+            messages: Messages with results.
         """
-        shown: dict[str, Any] = {}
+        changed = {}
         for message in messages:
             for block in message["content"]:
-                if "toolResult" in block:
-                    shown[block["toolResult"]["toolUseId"]] = block["toolResult"]
-        changed = {}
-        for use_id, result in self.returned.items():
-            if shown.get(use_id) != result:
-                with suppress(TypeError, ValueError, RecursionError):
-                    changed[use_id] = json.loads(json.dumps(encode_bytes_values(result)))
+                shown = block.get("toolResult", {})
+                use_id = shown.get("toolUseId")
+                if use_id in self.returned and self.returned[use_id] != shown:
+                    with suppress(TypeError, ValueError, RecursionError):
+                        changed[use_id] = json.loads(json.dumps(encode_bytes_values(self.returned[use_id])))
         return changed
 
     def _exceeded_limit(self, event: BeforeToolCallEvent) -> str | None:
@@ -709,13 +710,14 @@ class Environment(Identified):
         episode = _Running(action, conversation, EpisodeHooks(self.budgets, recorded), recorder, point)
         seconds = self.episode_timeout
         if point is not None:
+            episode.hooks.returned.update(point.returned)
             episode.began -= point.seconds
             seconds = None if seconds is None else max(seconds - point.seconds, 1e-3)
         result: StepResult | None = None
         try:
             try:
                 if recorder is not None:
-                    recorder.begin(attempts, action, point, episode.hooks.limiter)
+                    recorder.begin(attempts, action, point, episode.hooks)
                 end: Any = await supervisor.within(seconds, self._run_agent(episode), what="the episode")
             except BaseException as error:
                 end = _end_of(error, supervisor)

@@ -348,6 +348,10 @@ def _state(turn: Turn) -> tuple[TurnStatus, bool | None, Reason | None]:
     return turn.status, turn.was_added, turn.fate
 
 
+def _no_facts() -> dict[str, Any]:
+    return {"is_changed": False, "result_notices": {}, "tool_parse_errors": {}, "tool_results": {}}
+
+
 def turns_of(entries: Sequence[Entry]) -> tuple[list[Turn], dict[str, Any], dict[int, bytes]]:
     """Return the turns of a journal, the further facts about its trajectory, and the text of its ids.
 
@@ -355,13 +359,14 @@ def turns_of(entries: Sequence[Entry]) -> tuple[list[Turn], dict[str, Any], dict
         entries: Its entries, or the first ones of them.
     """
     turns: dict[int, Turn] = {}
-    facts: dict[str, Any] = {"is_changed": False, "result_notices": {}, "tool_parse_errors": {}}
+    facts = _no_facts()
     pieces: dict[int, bytes] = {}
     errors: dict[int, Counter[str]] = {}
     for entry in entries:
         data = entry.data
         if entry.kind == "end":
-            facts |= {"end": data["end"], "tool_results": data.get("tool_results")}  # earlier files lack the latter
+            facts["end"] = data["end"]
+        facts["tool_results"].update(data.get("tool_results") or {})
         for index, state in (data.get("changed") or {}).items():
             if state is None:
                 turns.pop(int(index), None)
@@ -383,7 +388,6 @@ def turns_of(entries: Sequence[Entry]) -> tuple[list[Turn], dict[str, Any], dict
         elif entry.kind == "attempt":
             turns.clear()
             errors.clear()
-            facts = {"is_changed": False, "result_notices": {}, "tool_parse_errors": {}}
-            facts["packages"] = data.get("packages")
+            facts = {**_no_facts(), "packages": data.get("packages")}
     facts["tool_parse_errors"] = dict(+sum(errors.values(), Counter()))  # without those of none
     return [turns[index] for index in sorted(turns)], facts, pieces

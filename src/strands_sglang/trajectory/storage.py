@@ -15,7 +15,7 @@ processor's tensors; bfloat16 is stored as int16 and listed under `bfloat16` in 
 as people read it, and `text` of the `answer` is the text of the sampled ids. `reason` and `note` are lists: a kind of
 `reasons.SENTENCES`, turn, position and details. Other keys hold what else the trajectory knows: `agents` and `helpers`
 that have asked, `result_notices`, `call_ids`, `tool_parse_errors` and `tool_results` of tool calls, the `end` of the
-episode, and the `packages` and the `context_length` that it was recorded with.
+episode, the `packages` and the `context_length` that it was recorded with, and the `id` that its forks share.
 Digests are hexadecimal. The file's metadata holds `format`, `version`, and the `checksum` of all tensors. A file that
 does not have its checksum is refused, except by the doctor and the viewer, which show what is there.
 

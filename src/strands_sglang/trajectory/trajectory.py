@@ -314,6 +314,9 @@ class Trajectory:
                 resumes=None if resumed is None else resumed.resumes,
                 trajectory=self,
             )
+            if resumed is not None:  # a whole answer is not asked for again
+                turn.sampling_params, turn.request_fields = resumed.sampling_params, resumed.request_fields
+                turn.clamped = resumed.clamped
             if agent is not None and not caller.auxiliary:
                 self.expect_agent()
             self._calls += 1
@@ -758,6 +761,7 @@ class Trajectory:
                 "agents": sorted({agent for agent, is_auxiliary in asked if not is_auxiliary}),
                 "helpers": sorted({agent for agent, is_auxiliary in asked if is_auxiliary}),
                 "end": None if self.end is None else asdict(self.end),
+                "id": self._id,
                 "packages": self.packages or versions(),
                 "context_length": self.context_length,
                 **({"tool_results": self.tool_results} if self.tool_results else {}),

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import gc
 import json
+import logging
 import os
 import random
 import re
@@ -26,8 +27,11 @@ from strands_env.eval import Evaluator
 from strands_env.replay import STAGES, assert_replays, replay, replay_page, summary
 from strands_sglang import SGLangModel, Trajectory
 from strands_sglang.credit import TrainingRows
+from strands_sglang.inspection.doctor import findings
+from strands_sglang.inspection.reading import read
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
 from strands_sglang.tool_parsers import HermesToolParser
+from strands_sglang.trajectory.journal import read_entries
 from support.agents import build_chatml_tokenizer, call, make_agent
 from support.specimens import write_step
 
@@ -153,6 +157,16 @@ async def evaluate(folder, make, prompts=1):
 
 async def replayed(path, make=None, **options):
     return [one async for one in replay([path], make, **options)]
+
+
+@pytest.fixture(autouse=True)
+def levels():
+    """Commands set the levels of loggers, for their process."""
+    loggers = [logging.getLogger(name) for name in ("strands", "strands_env.core", "opentelemetry")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
@@ -409,6 +423,21 @@ async def test_a_journal_replays(tokenizer, tmp_path):
     [one] = await replayed(tmp_path, environment(tokenizer, 3, max_tool_calls=3))
     assert (one.difference.stage, one.changed) == ("agent", ["arguments.max_tool_calls"])
     assert "did not run" in str(one)
+
+
+async def test_forks_and_resumed_episodes_replay(tokenizer, tmp_path):
+    """What tools returned before a hook has changed it is kept for the calls before the fork, too."""
+    env = environment(tokenizer, 3, journal=tmp_path)(None)
+    result = await env.step(Action(message="Buy."))
+    await env.fork(result, result.observation.trajectory.turns[-1].index, 2)
+    assert findings(read([tmp_path])) == []  # the turns that forks share are not accused
+    content = next(tmp_path.iterdir()).read_bytes()
+    *_, last = read_entries(content)
+    (tmp_path / "killed.journal").write_bytes(content[: last.end - 200])
+    await environment(tokenizer, 3)(None).resume(tmp_path / "killed.journal")
+    found = await replayed(tmp_path, environment(tokenizer, 3, client=dead(tokenizer)))
+    assert [str(one) for one in found if not one.is_same] == []
+    assert len(found) == 4
 
 
 async def test_recorded_tools_do_not_run_and_live_ones_do(recorded, tokenizer):

@@ -67,13 +67,14 @@ def check_repeated(group: Group) -> Iterator[Facts]:
         if count > 1:
             yield {"kind": "trained-twice", "why": f"the file has {count} episodes of this id", "episode": name}
     samples: set[Hashable] = set()
+    trajectories: set[str] = set()
     for episode in group.episodes:
         own = [*map(sample_of, episode.turns)]
         copies = len([*takewhile(samples.__contains__, own)])
         samples.update(own)
-        is_fork = group.batch is not None and copies < len(
-            own
-        )  # the rows' masks tell where its first turns are trained
+        # `training_rows` trains a fork's first turns once; the masks of its rows tell where.
+        is_fork = copies < len(own) and (group.batch is not None or episode.trajectory.id in trajectories)
+        trajectories.add(episode.trajectory.id)
         for turn in episode.turns[copies if is_fork else 0 :]:
             at: Facts = {"episode": episode.id, "turn": turn.index}
             request = "" if turn.generation is None else turn.generation.request_id
