@@ -298,7 +298,7 @@ async def _run_again(replayed: Replayed, episode: RecordedEpisode, env: Environm
     result = await env.step(episode.action.model_copy(deep=True))
     replayed.now = recording.trajectory
     then, now = episode.result.termination_reason, result.termination_reason
-    if now is TerminationReason.TIMEOUT and then is not now:
+    if now is TerminationReason.TIMEOUT and recording.difference is None and not recording.has_ended:
         replayed.stages["agent"] = f"the run took more than {env.episode_timeout} s"
         return
     if not recording.has_ended:

@@ -553,7 +553,7 @@ async def test_every_end_replays(tokenizer, tmp_path, kind, tools):
     slow = ScriptedAnswer("late", latency_s=60)
     answers = [call("submit", answer="4")] if kind == "submits" else ["Yes."] * 5
     server = ScriptedSGLang(tokenizer, ["Yes.", slow] if kind == "hangs in a call" else answers)
-    clocks = {"episode_timeout": 0.5} if "hangs" in kind else {}
+    clocks = {"episode_timeout": 2} if "hangs" in kind else {}
     limits = {"max_turns": 3} if kind == "budget" else {}
 
     def make(client):
@@ -613,6 +613,11 @@ async def test_what_cannot_run_is_named_and_the_rest_is_replayed(recorded, token
 
     [one] = await replayed(recorded / "shop-1", lambda action: Shop(Other))
     assert "only an SGLangModel can be replayed" in str(one)
+
+
+async def test_a_run_that_takes_too_long_is_no_difference(recorded, tokenizer):
+    [one] = await replayed(recorded / "shop-1", environment(tokenizer, 1, episode_timeout=1e-6))
+    assert str(one) == "task-0 #0: not compared (agent: the run took more than 1e-06 s)"
 
 
 async def test_a_reward_that_reads_a_state_is_compared_with_live_tools_only(tokenizer, tmp_path):
