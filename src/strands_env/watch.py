@@ -284,6 +284,7 @@ class EvaluationView:
             before = f"the slowest that ended took {duration(max(took_each))}" if finished else "none has ended yet"
             told = f"{counted(len(hung), 'sample')} may hang: running for {duration(min(hung))} or more"
             alarms = [f"{told}, {before}"]
+            further = "give the environment an episode_timeout (--env-args), and run the same command again"
         failure = last_failure(samples, now)
         if has_stopped:
             has_ended = len(samples) == total and last > started  # else another process has begun
@@ -318,7 +319,7 @@ class EvaluationView:
         if last:
             title += f", took {took}" if has_ended else f", {took} so far"
             title += " since it was resumed" * is_resumed
-        missing = unfinished - len(hung) if has_time else 0
+        missing = unfinished if has_time and not hung else 0  # a hung sample may take any time
         lines = pace_lines(samples, missing, now, min(WINDOW_S, now - started))
         lines += _longest("running longest", {name: now - at for name, at in began.items()})
         lines += wrapped(failure)
