@@ -138,13 +138,14 @@ class View:
         for alarm in self.alarms:
             parts += [Text(line, "red") for line in wrapped(f"! {alarm}")]
         if self.alarms:
-            parts += map(Text, wrapped(f"next: {self.next}"))
+            # A path stays in one piece, so that it can be copied.
+            parts += [Text(line, no_wrap=True, overflow="ignore") for line in wrapped(f"next: {self.next}")]
         is_red = False
         for line in map(visible, self.lines):
             is_red = line.startswith(_FAILURES) or is_red and line.startswith(" ")  # the rest of a wrapped line
             parts.append(Text(line, style="red" if is_red else ""))
         if self.is_over and not self.alarms:  # at the end, which any screen shows
-            parts.append(Text(visible(f"done; next: {self.next}"), "green"))
+            parts.append(Text(visible(f"done; next: {self.next}"), "green", no_wrap=True, overflow="ignore"))
         return Group(*parts)
 
 
@@ -205,7 +206,7 @@ def watch(folder: str | Path, *, seconds: float = 1.0, success_threshold: float 
                 view = look()
     if read is None:
         return None
-    console.print(view)
+    console.print(view, crop=False)
     return view
 
 

@@ -54,7 +54,7 @@ _PLAIN = re.compile(r"(\n)")
 
 COMMANDS = {
     "strands-sglang": ("serve", "check", "view", "doctor", "show"),
-    "strands-env": ("list", "eval", "check", "report", "watch", "track", "score", "compare"),
+    "strands-env": ("list", "eval", "check", "report", "watch", "track", "score", "replay", "compare"),
 }
 """The commands of each program."""
 

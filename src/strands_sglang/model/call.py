@@ -78,9 +78,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOP_ITERATIONS = 20
-"""Iterations of the event loop that a recorded answer takes."""
-
 LONG_BYTES = 100_000
 """Size of messages, serialized, from which they are encoded in a thread."""
 
@@ -231,7 +228,7 @@ class ModelCall:
         client = self.client
         try:
             if self.trajectory.source is not None:
-                return await self._replayed(self.trajectory.source)
+                return self._replayed(self.trajectory.source)
             server = known_facts(client, self.template)
             if server is None:
                 server = await self._cancellation.finish(check_server(client, self.template))
@@ -284,7 +281,7 @@ class ModelCall:
             report_turn(self.turn)
             raise
 
-    async def _replayed(self, source: Recording) -> Generation:
+    def _replayed(self, source: Recording) -> Generation:
         """Return the recorded answer, or fail as the recorded call did.
 
         Raises:
@@ -292,8 +289,6 @@ class ModelCall:
         """
         recorded = source.turn_of(self.turn)
         answer = recorded.generation
-        for _ in range(LOOP_ITERATIONS):  # other tasks run meanwhile, as they do while a server answers
-            await asyncio.sleep(0)
         try:
             self._plan(ServerFacts(source.recorded.context_length, tokenizer_proven=True))
         except ContextWindowOverflowException as error:

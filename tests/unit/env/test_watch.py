@@ -654,6 +654,8 @@ def test_a_training_run_is_shown_by_step(tmp_path):
 
 
 def test_a_trainer_that_is_dead_is_an_alarm(tmp_path, capsys):
+    tmp_path = tmp_path / ("a-long-name-" * 9)  # its path is wider than the terminal
+    tmp_path.mkdir()
     folder = training(tmp_path, [(n, 0.5, 120) for n in range(1, 4)])
     at = os.path.getmtime(folder / "metrics.csv")
     view = open_run(folder)(at + 19 * 60)

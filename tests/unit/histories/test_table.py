@@ -591,7 +591,7 @@ async def test_invocations_of_one_agent_interleave(check_row):
         await asyncio.gather(*(agent.invoke_async(f"Question {i}?") for i in range(3)))
         return agent
 
-    await check_row(21, interleaved)
+    await check_row(21, interleaved, replays=False)  # in which order they ask is chance
 
 
 async def test_a_hook_resumes_the_invocation(check_row):
