@@ -686,8 +686,7 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
     """Run recorded episodes again; return the exit code."""
     from .replay import Replayed, as_data, replay, replay_page, summary
 
-    if (arguments.output is not None or arguments.open) and not arguments.html:
-        raise UsageError("--output and --open need --html")
+    makes_page = writes_page(arguments)
     for file in arguments.files:
         if not Path(file).exists():
             raise UsageError(f"{file}: no such file or folder")
@@ -710,7 +709,7 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
                 done.append(one)
                 if not one.is_same and not arguments.json:
                     say(paint(str(one), "yellow" if one.difference is None else "red"))
-                if not arguments.html or one.difference is None:
+                if not makes_page or one.difference is None:
                     one.recorded = one.now = None  # thousands of episodes need no memory
 
     code = 0
@@ -724,10 +723,10 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return say(as_json([*map(as_data, done)]), code=code)
     say(*summary(done))
-    if arguments.html and any(one.difference is not None for one in done):
-        page = (arguments.output or Path("replay.html")).absolute()
-        page.write_text(replay_page(done), encoding="utf-8")
-        terminal.say_page("strands-env", page, is_opened=arguments.open, at="#finding-1")
+    if makes_page and any(one.difference is not None for one in done):
+        with reading(*arguments.files):
+            page = replay_page(done)
+        save_page(arguments, page, "replay.html", at="#finding-1")
     return code
 
 
@@ -850,17 +849,29 @@ def write_page(arguments: argparse.Namespace, made: Callable[..., str], name: st
         name: The file's default name.
         folders: The evaluations.
     """
+    with reading(*folders):
+        page = made(*folders, success_threshold=arguments.success_threshold)
+    return save_page(arguments, page, name)
+
+
+def save_page(arguments: argparse.Namespace, page: str, name: str, at: str = "") -> int:
+    """Write a page, say where, and return the exit code.
+
+    Args:
+        arguments: The command line.
+        page: The page.
+        name: The file's default name.
+        at: Where on the page it is opened.
+    """
     from .eval import CheckpointError
     from .eval.checkpoint import replace_file
 
-    with reading(*folders):
-        page = made(*folders, success_threshold=arguments.success_threshold)
     output = (arguments.output or Path(name)).absolute()
     try:
         replace_file(output, page.encode("utf-8", "replace"))
     except CheckpointError as error:
         raise UsageError(f"--output {error}") from error
-    return terminal.say_page("strands-env", output, is_opened=arguments.open)
+    return terminal.say_page("strands-env", output, is_opened=arguments.open, at=at)
 
 
 async def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:

@@ -381,7 +381,7 @@ def replay_step(folder: Path) -> Iterator[Replayed]:
     if is_whole:
         for row in training_rows(episodes, **rows.settings):
             again.setdefault(row.episode, []).append(row)
-    weights = dict(zip(map(id, rows), _weights(rows), strict=True))
+        weights = dict(zip(map(id, rows), _weights(rows), strict=True))
     for name, replayed in entries.items():
         if replayed.stages.get("record") == SAME:
             if is_whole:
