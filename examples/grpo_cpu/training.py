@@ -31,7 +31,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.packing import TreeRow
 
 from strands_env.core import Action, StepResult
-from strands_sglang.credit import Episode, TrainingRow, TrainingRows, version_number
+from strands_sglang.credit import Episode, Loss, TrainingRow, TrainingRows, version_number
 from strands_sglang.drift import measure_drift
 from strands_sglang.mismatch import masked_logprobs, under_sampling_mask
 from strands_sglang.trainers.trl import AsyncGRPORollouts, SGLangWeights
@@ -60,6 +60,7 @@ class Watched(AsyncGRPOTrainer):
 
     Attributes:
         batch: The rows of the micro-batch under way, with the trainer's logprobs once it has them.
+        loss: TRL's loss on it.
         gap_without_masks: Largest difference of TRL's own logprobs from the sampler's, under top-k; else NaN.
     """
 
@@ -70,6 +71,7 @@ class Watched(AsyncGRPOTrainer):
         self._taken = taken
         self.batch: list[TrainingRow] = []
         self._samples: list[dict[str, Any]] = []
+        self.loss: Loss | None = None
         self.gap_without_masks = math.nan
         self._terms = torch.zeros(0, dtype=torch.long)  # the packed position that predicts each trained token
         self._log_probs = torch.zeros(0)
@@ -139,6 +141,7 @@ class Watched(AsyncGRPOTrainer):
             },
             **options,
         )
+        self.loss = Loss("trl:async_grpo", float(loss), (self.epsilon_low, self.epsilon_high))
         known = iter(self._log_probs.tolist())
         self.batch = [
             replace(row, trainer_logprobs=[next(known) if mask else 0.0 for mask in row.loss_mask], loss_weight=1.0)
@@ -301,6 +304,7 @@ class Recorder(TrainerCallback):
             *(batch, rows.left_out, rows.flat_groups, by_turn, rows.rewards),
             settings=touched[0].rows.settings,
             episodes=rows.episodes,
+            loss=self.trainer.loss,
         )
         self.run.save_step(step, facts, saved, {name: episode.trajectory for name, episode in episodes.items()})
         tasks = sorted(int(group.episodes[0].id.split("-")[1]) for group in new)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from strands_sglang import Journal, JournalError, TerminationReason, Trajectory
-from strands_sglang.credit import Episode, RowsFileError, TrainingRow, TrainingRows, losses, training_rows
+from strands_sglang.credit import Episode, RowsFileError, TrainingRow, TrainingRows, losses, policy_loss, training_rows
 from strands_sglang.shown import counted, one_line, visible
 from strands_sglang.trajectory.recording import Difference
 from strands_sglang.viewer import Finding, Group, UnreadableError, as_group, findings, read_episodes, render
@@ -376,6 +376,7 @@ def replay_step(folder: Path) -> Iterator[Replayed]:
                 known = {name: facts.get(name) for name in ("reward", "group", "outcome")}
                 turns = {int(turn): value for turn, value in (facts.get("turn_rewards") or {}).items()}
                 episodes.append(Episode(inspected.trajectory, id=inspected.id, turn_rewards=turns, **known))
+    loss, now = _loss_again(rows)
     again: dict[str, list[TrainingRow]] = {}
     is_whole = bool(rows.settings) and len(episodes) == len(entries)
     if is_whole:
@@ -389,7 +390,22 @@ def replay_step(folder: Path) -> Iterator[Replayed]:
                 _compare_rows(replayed, pairs, again.get(name, []))
             else:
                 replayed.stages["credit"] = "not all of the batch, or its settings, is in the file"
+            if replayed.difference is None:
+                replayed.stages["loss"] = loss
+                if loss == DIFFERS and rows.loss is not None:
+                    difference = Difference(rows.loss.name, None, None, rows.loss.value, now, "loss")
+                    replayed.differs(difference)
         yield replayed
+
+
+def _loss_again(rows: TrainingRows) -> tuple[str, float | None]:
+    """Return what the loss stage says, and the trainer's loss on the rows now; None if it is not computed."""
+    try:
+        now = policy_loss(rows)
+    except Exception as error:  # the trainer is not installed, or the file does not hold enough
+        return f"recorded only: {one_line(error)}", None
+    then = math.nan if rows.loss is None else rows.loss.value
+    return SAME if math.isclose(then, now, rel_tol=1e-6, abs_tol=1e-6) else DIFFERS, now
 
 
 def _weights(rows: TrainingRows) -> list[float | None]:
@@ -430,7 +446,7 @@ def _compare_rows(
         if is_known and not math.isclose(then.loss_weight or 0, weight or 0, rel_tol=1e-6):
             replayed.differs(Difference("loss_weight", last, None, then.loss_weight, weight, "credit"))
             return
-    replayed.stages |= {"credit": SAME, "loss": "recorded only"}
+    replayed.stages["credit"] = SAME
 
 
 def _turn_at(row: TrainingRow, position: int) -> int | None:

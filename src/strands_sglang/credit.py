@@ -173,6 +173,22 @@ class TrainingRow:
         return values.pop()
 
 
+class Loss(NamedTuple):
+    """The loss that a trainer computed on a batch, so that a replay can compute it again.
+
+    It is over all rows, as one micro-batch, before the update. Ratios are from `logprobs` to `trainer_logprobs`.
+
+    Attributes:
+        name: The trainer and its loss, a key of `losses()`.
+        value: The loss.
+        clip: How far below and above 1 ratios count.
+    """
+
+    name: str
+    value: float
+    clip: tuple[float, float] = (0.2, 0.2)
+
+
 @dataclass(eq=False, repr=False)
 class TrainingRows(Sequence[TrainingRow]):
     """The rows of a batch, those of one episode together; `training_rows` makes it.
@@ -186,6 +202,7 @@ class TrainingRows(Sequence[TrainingRow]):
         settings: The arguments of `training_rows` besides the episodes; empty if the rows are of several batches.
         episodes: What is known of every episode of the batch besides its trajectory, by id: `group`, `reward`,
             `turn_rewards` and `outcome`.
+        loss: The trainer's loss on them, which a replay of the step computes again; None if unknown.
         is_changed: Whether they were read from a file that was changed since; see `load`.
         journals: The journals of the batch's episodes; not saved.
     """
@@ -197,6 +214,7 @@ class TrainingRows(Sequence[TrainingRow]):
     rewards: dict[str, float]
     settings: dict[str, Any] = field(default_factory=dict)
     episodes: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    loss: Loss | None = None
     is_changed: bool = False
     journals: list[Journal] = field(default_factory=list)
 
@@ -256,9 +274,9 @@ class TrainingRows(Sequence[TrainingRow]):
 
         `description` (uint8) is JSON: `rows` with `episode`, `group`, `prompt_length`, `episode_trained`,
         `episode_version` and `spans` (lists of turn, prompt tokens, sampled tokens, finish reason), and `left_out`,
-        `flat_groups`, `rewards`, `advantages`, `settings` and `episodes` as in this class. Tuples are lists. The file's
-        metadata holds `format`, `version` and, as a trajectory's, `checksum`. Version 2 has no checksum, and in version
-        1 `left_out` holds sentences.
+        `flat_groups`, `rewards`, `advantages`, `settings`, `episodes` and `loss` as in this class. Tuples are lists.
+        The file's metadata holds `format`, `version` and, as a trajectory's, `checksum`. Version 2 has no checksum, and
+        in version 1 `left_out` holds sentences.
 
         Args:
             path: Path of the file.
@@ -313,6 +331,7 @@ class TrainingRows(Sequence[TrainingRow]):
             "advantages": self.advantages,
             "settings": self.settings,
             "episodes": self.episodes,
+            "loss": self.loss,
         }
         tensors["description"] = np.frombuffer(
             json.dumps(description, default=lambda number: number.item()).encode(), "uint8"
@@ -511,6 +530,10 @@ Reduction = Callable[[Batch, int], float]
 """The weight that a loss gives to each trained token of a row, from the batch and the row's index."""
 
 
+PolicyLoss = Callable[[TrainingRows, Loss], float]
+"""Computes a trainer's loss again, from rows with its logprobs."""
+
+
 def whole(batch: Batch, index: int) -> float:
     """Sum over all tokens."""
     return 1.0
@@ -536,16 +559,37 @@ def per_length_limit(batch: Batch, index: int) -> float:
     return 1 / (batch.size * (batch.max_length or 1))
 
 
-@lru_cache(maxsize=1)
 def losses() -> Mapping[str, Reduction]:
     """Return the weight that each supported loss gives to a trained token, by the trainer's name of the loss.
 
     Each adapter lists those of its trainer as `LOSSES`.
     """
-    found: dict[str, Reduction] = {}
+    return _of_adapters("LOSSES")
+
+
+def policy_loss(rows: TrainingRows) -> float:
+    """Return what `rows.loss` is by the trainer's own code, or by its formula if it is not in a package registry.
+
+    Each adapter lists the functions of its trainer as `POLICY_LOSSES`.
+
+    Raises:
+        ValueError: The rows have no loss, or no logprobs of the trainer, or it is not known how the loss is computed.
+        ImportError: The trainer is not installed.
+    """
+    if rows.loss is None or any(row.trainer_logprobs is None for row in rows):
+        raise ValueError("the file has no loss, or no logprobs of the trainer")
+    function = _of_adapters("POLICY_LOSSES").get(rows.loss.name)
+    if function is None:
+        raise ValueError(f"no function computes the loss {rows.loss.name!r}")
+    return float(function(rows, rows.loss))
+
+
+@lru_cache
+def _of_adapters(name: str) -> Mapping[str, Any]:
+    found: dict[str, Any] = {}
     package = importlib.import_module("strands_sglang.trainers")
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        found.update(getattr(importlib.import_module(module.name), "LOSSES", {}))
+        found.update(getattr(importlib.import_module(module.name), name, {}))
     return dict(sorted(found.items()))
 
 

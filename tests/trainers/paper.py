@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from strands_sglang.credit import Episode, TrainingRows, training_rows
+from strands_sglang.credit import Episode, Loss, TrainingRows, training_rows
 from strands_sglang.protocol.generation import Generation, VersionSpan
 from strands_sglang.trajectory.trajectory import Trajectory
 from support.agents import assistant, user
@@ -115,6 +115,24 @@ def gradient(model, rows, normalizer):
         mask = torch.tensor(row.loss_mask)
         ((loss * mask).sum() / (count * divisors[normalizer])).backward()
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def trained_rows(model, name):
+    """Rows with the trainer's logprobs, the weights of a loss, and the loss on paper: the clipped token mean."""
+    rows = rows_of(model, noise=0.25)
+    weights = rows.weights("token_mean", name, micro_batches=[range(len(rows))])
+    total = sum(row.trained for row in rows)
+    known, loss = [], 0.0
+    for row, weight in zip(rows, weights, strict=True):
+        trainer = [
+            one * mask for one, mask in zip(logprobs_of(model, row.token_ids).tolist(), row.loss_mask, strict=True)
+        ]
+        known.append(replace(row, trainer_logprobs=trainer, loss_weight=weight))
+        for old, new, advantage in zip(row.logprobs, trainer, row.advantages, strict=True):
+            ratio = math.exp(new - old)
+            loss -= min(ratio * advantage, min(max(ratio, 1 - CLIP), 1 + CLIP) * advantage) / total
+    rows.rows, rows.loss = known, Loss(name, loss, (CLIP, CLIP))
+    return rows
 
 
 def relative_error(found, expected):

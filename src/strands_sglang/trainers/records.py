@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..credit import Episode, TrainingRow, TrainingRows, training_rows, version_number
 from ..exceptions import PortableError
@@ -21,6 +21,9 @@ from ..protocol.generation import FINISH_TYPES, Generation, VersionSpan, are_in_
 from ..reasons import Reason
 from ..trajectory.trajectory import Trajectory
 from ..trajectory.turn import Turn, TurnStatus
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +84,24 @@ def refuse_images(rows: Iterable[TrainingRow], what: str) -> None:
     for row in rows:
         if row.tokens.multimodal_train_inputs is not None:
             raise ValueError(f"episode {row.episode} has images, but {what} has token ids only: train it with slime")
+
+
+def loss_columns(rows: TrainingRows) -> list[torch.Tensor]:
+    """Return what trainers compute a loss from, each of shape `(rows, T)` in float32, padded with zeros.
+
+    Returns:
+        The sampler's logprobs, the trainer's, the advantages times the rows' weights, and the mask.
+    """
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    columns: list[list[torch.Tensor]] = [[], [], [], []]
+    for row in rows:
+        weight = 1.0 if row.loss_weight is None else row.loss_weight
+        values = (row.logprobs, row.trainer_logprobs or (), row.advantages, row.loss_mask)
+        for column, own, factor in zip(columns, values, (1.0, 1.0, weight, 1.0), strict=True):
+            column.append(torch.tensor(own, dtype=torch.float32) * factor)
+    return [pad_sequence(column, batch_first=True) for column in columns]
 
 
 def check_settings(config: Any, settings: Mapping[str, tuple[Any, ...]], trainer: str) -> None:

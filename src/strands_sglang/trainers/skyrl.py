@@ -13,9 +13,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..credit import Episode, Reduction, TrainingRow, per_batch, per_length_limit, per_row, training_rows
+from ..credit import (
+    Episode,
+    Loss,
+    PolicyLoss,
+    Reduction,
+    TrainingRow,
+    TrainingRows,
+    per_batch,
+    per_length_limit,
+    per_row,
+    training_rows,
+)
 from ..reasons import Reason
-from .records import check_settings, newest_version, refuse_images, run_together
+from .records import check_settings, loss_columns, newest_version, refuse_images, run_together
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +36,26 @@ LOSSES: Mapping[str, Reduction] = {
     "skyrl:token_mean": per_batch,
 }
 """SkyRL's losses."""
+
+
+def clipped_loss(rows: TrainingRows, loss: Loss) -> float:
+    """Return SkyRL's `regular` loss, by its own functions."""
+    from skyrl.backends.skyrl_train.utils import ppo_utils
+    from skyrl.train.config import AlgorithmConfig
+
+    old, new, advantages, mask = loss_columns(rows)
+    reduction = loss.name.partition(":")[2]
+    advantages = ppo_utils.apply_loss_reduction_to_advantages_minibatch(advantages, mask, reduction, len(rows), 0)
+    config = AlgorithmConfig(policy_loss_type="regular", eps_clip_low=loss.clip[0], eps_clip_high=loss.clip[1])
+    value, _ = ppo_utils.PolicyLossRegistry.get("regular")(new, old, advantages, config, mask)
+    return float(value)
+
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {
+    "skyrl:sequence_mean": clipped_loss,
+    "skyrl:token_mean": clipped_loss,
+}
+"""Those that a replay computes again."""
 
 RunEpisode = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Awaitable[Episode]]
 """Async function of a prompt, its extras and SkyRL's sampling parameters that runs one episode."""

@@ -18,20 +18,23 @@ import queue
 import shutil
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..client.client import SGLangClient
 from ..client.shared import run_apart
 from ..credit import (
     Episode,
+    Loss,
     Normalizer,
+    PolicyLoss,
     Reduction,
     TrainingRow,
     TrainingRows,
@@ -44,7 +47,7 @@ from ..credit import (
 from ..exceptions import SGLangClientError, SGLangHTTPError
 from ..reasons import Reason
 from ..trajectory.journal import Journal
-from .records import log_left_out, newest_version, refuse_images, run_together
+from .records import log_left_out, loss_columns, newest_version, refuse_images, run_together
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +62,43 @@ LOSSES: Mapping[str, Reduction] = {
     "trl:grpo": per_row,
 }
 """TRL's losses."""
+
+
+def async_grpo_loss(rows: TrainingRows, loss: Loss) -> float:
+    """Return the loss of `AsyncGRPOTrainer`, by its own `compute_loss` on the rows' logprobs instead of a model's."""
+    import torch
+    from trl.experimental.async_grpo import AsyncGRPOTrainer
+
+    *columns, mask = loss_columns(rows)
+    old, new, advantages = (column[mask.bool()][None] for column in columns)
+    count, empty = new.numel(), torch.empty(1, 0)
+    inputs = {
+        **dict.fromkeys(("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"), empty),
+        **dict.fromkeys(("attention_mask", "input_ids", "position_ids", "shift_labels"), torch.ones(1, count)),
+        **{"token_index": torch.arange(count)[None], "segment_id": torch.zeros(1, count, dtype=torch.long)},
+        **{"old_log_probs": old, "advantages": advantages, "tree_max_seqlens": torch.zeros(1, 2)},
+        **dict.fromkeys(("global_n_tokens", "global_n_forward_tokens", "mean_seq_len"), torch.tensor([count])),
+    }
+    whole = SimpleNamespace(num_processes=1, reduce=lambda values, **_: values, gather=lambda values: values)
+    trainer = SimpleNamespace(
+        epsilon_low=loss.clip[0],
+        epsilon_high=loss.clip[1],
+        accelerator=whole,
+        aux_loss_enabled=False,
+        current_gradient_accumulation_steps=1,
+        _metrics={"train": defaultdict(list)},
+        _step_forward_tokens=0.0,
+        _step_trained_tokens=0.0,
+        _step_seq_len_weighted=0.0,
+        _step_samples=0.0,
+        _step_forward_s=0.0,
+    )
+    answers = SimpleNamespace(log_probs=new, entropy=torch.zeros_like(new))
+    return float(AsyncGRPOTrainer.compute_loss(trainer, lambda **_: answers, inputs))
+
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {"trl:async_grpo": async_grpo_loss}
+"""Those that a replay computes again."""
 
 RunEpisode = Callable[[Any], Awaitable[Episode | Sequence[Episode]]]
 """Async function that runs one episode of a prompt, or returns one and its forks. Their `group` is replaced."""

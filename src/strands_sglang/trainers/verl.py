@@ -26,6 +26,8 @@ from ..client.client import SGLangClient
 from ..credit import (
     Batch,
     Episode,
+    Loss,
+    PolicyLoss,
     Reduction,
     TrainingRows,
     as_number,
@@ -37,7 +39,7 @@ from ..credit import (
 )
 from ..model.model import SGLangModel
 from ..outcomes import OUTCOMES, RewardRule
-from .records import check_settings, newest_version, refuse_images
+from .records import check_settings, loss_columns, newest_version, refuse_images
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,24 @@ LOSSES: Mapping[str, Reduction] = {
     "verl:seq-mean-token-sum": per_batch_row,
 }
 """verl's losses."""
+
+
+def clipped_loss(rows: TrainingRows, loss: Loss) -> float:
+    """Return verl's `vanilla` loss, by its own functions."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig
+
+    low, high = loss.clip
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=low, clip_ratio_high=high
+    )
+    mode = loss.name.partition(":")[2]
+    value, _ = get_policy_loss_fn("vanilla")(*loss_columns(rows), loss_agg_mode=mode, config=config)
+    return float(value)
+
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = dict.fromkeys(LOSSES, clipped_loss)
+"""Those that a replay computes again."""
 
 RunEpisode = Callable[[SGLangModel, Mapping[str, Any]], Awaitable[Episode]]
 """Async function of a model and a row of verl's dataset that runs one episode. Its `group` and `id` do not matter."""

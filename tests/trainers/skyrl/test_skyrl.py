@@ -15,7 +15,7 @@ from skyrl.train.generators.base import BatchMetadata, TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
-from strands_sglang.credit import training_rows
+from strands_sglang.credit import policy_loss, training_rows
 from strands_sglang.protocol.generation import VersionSpan
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trainers import skyrl as adapter
@@ -120,6 +120,14 @@ def test_faults_planted_in_the_rows_are_noticed(episodes, monkeypatch, fault):
     output = generator_output(episodes, IDS)
     with pytest.raises(AssertionError):
         check(output, episodes)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+def test_a_replay_computes_the_loss(reference, reduction):
+    rows = paper.trained_rows(reference, f"skyrl:{reduction}")
+    assert policy_loss(rows) == pytest.approx(rows.loss.value, abs=1e-6)
+    rows.loss = rows.loss._replace(clip=(0.01, 0.01))
+    assert policy_loss(rows) != pytest.approx(rows.loss.value, abs=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"])

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from strands_sglang import SGLangClient, get_tokenizer, local
-from strands_sglang.credit import TrainingRows
+from strands_sglang.credit import TrainingRows, policy_loss
 from strands_sglang.trainers.trl import SGLangWeights
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
@@ -83,6 +83,7 @@ def test_a_killed_run_continues_and_trains_nothing_twice(tmp_path):
         assert sorted({row.episode for row in rows}) == step["episodes"]
         assert {path.stem for path in (folder / "trajectories").iterdir()} >= set(step["episodes"])
         assert all(row.trainer_logprobs and row.loss_weight == 1.0 for row in rows)
+        assert policy_loss(rows) == pytest.approx(rows.loss.value, abs=1e-6)
         metrics = step["metrics"]
         assert metrics["gap_max"] is None or metrics["gap_max"] < 1e-4  # None without a token of the newest weights
         assert metrics["push_difference_mean"] < 1e-5 and metrics["push_difference"] < 1e-4  # of equal weights

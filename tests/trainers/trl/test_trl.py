@@ -24,7 +24,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 import strands_sglang.trainers.trl as adapter
 from strands_sglang import TerminationReason, Trajectory
-from strands_sglang.credit import Episode, training_rows
+from strands_sglang.credit import Episode, policy_loss, training_rows
 from strands_sglang.protocol.generation import Generation, VersionSpan
 from strands_sglang.testing import ScriptedResponse, ScriptedSGLang
 from support.agents import assistant, build_chatml_tokenizer, user
@@ -107,7 +107,7 @@ def train(folder, common):
             **own,
         )
         trainer.model_version = rollouts.version
-        trainer.train()
+        run.loss = trainer.train().training_loss
         return gradients.found
 
     return run
@@ -164,6 +164,15 @@ def test_async_grpo_has_the_gradient_on_paper(async_grpo, reference, noise):
     expected = paper.gradient(reference, paper.rows_of(reference, noise=noise), "token_mean")
     found = async_grpo(paper.episodes(reference, noise=noise), 8)
     assert paper.relative_error(found, expected) < TOLERANCE
+
+
+def test_a_replay_computes_the_loss_that_the_trainer_had(train, reference):
+    rows = paper.trained_rows(reference, "trl:async_grpo")
+    rollouts = adapter.AsyncGRPORollouts(
+        runner(paper.episodes(reference, noise=0.25)), itertools.repeat("x"), NO_SERVER, group_size=4
+    )
+    train(rollouts, len(rows))
+    assert policy_loss(rows) == pytest.approx(train.loss, abs=1e-6) == pytest.approx(rows.loss.value, abs=1e-6)
 
 
 def test_trials_of_harbor_are_trained(async_grpo, reference):

@@ -24,7 +24,7 @@ from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss, compute_gr
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.workers.rollout.replica import TokenOutput
 
-from strands_sglang.credit import Episode, TrainingRows, training_rows
+from strands_sglang.credit import Episode, TrainingRows, policy_loss, training_rows
 from strands_sglang.protocol.generation import VersionSpan
 from strands_sglang.templates.image_tokens import ImageInputs
 from strands_sglang.trainers import verl as adapter
@@ -145,6 +145,14 @@ def test_faults_planted_in_the_rows_are_noticed(episodes, processed, monkeypatch
     monkeypatch.setattr(adapter, "training_rows", planted)
     with pytest.raises(AssertionError):
         check(processed([agent_loop_outputs(episode) for episode in episodes]), episodes)
+
+
+@pytest.mark.parametrize("reduction", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_a_replay_computes_the_loss(reference, reduction):
+    rows = paper.trained_rows(reference, f"verl:{reduction}")
+    assert policy_loss(rows) == pytest.approx(rows.loss.value, abs=1e-6)
+    rows.loss = rows.loss._replace(clip=(0.01, 0.01))
+    assert policy_loss(rows) != pytest.approx(rows.loss.value, abs=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import threading
 import weakref
 import zlib
@@ -26,7 +27,7 @@ from strands_env.core import Action, Environment, RewardFunction, TaskContext
 from strands_env.eval import Evaluator
 from strands_env.replay import STAGES, assert_replays, replay, replay_page, summary
 from strands_sglang import SGLangModel, Trajectory
-from strands_sglang.credit import TrainingRows
+from strands_sglang.credit import Loss, TrainingRows, policy_loss
 from strands_sglang.inspection.doctor import findings
 from strands_sglang.inspection.reading import read
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
@@ -408,6 +409,29 @@ async def test_nothing_differs_without_a_change(recorded, tokenizer):
         assert one.stages["tools"] == "same"
     steps = [one for seed in range(3) for one in await replayed(recorded / f"step-{seed}")]
     assert [one.stages["credit"] for one in steps if one.difference is None] == ["same"] * 24
+
+
+async def test_the_loss_is_computed_again(recorded, tmp_path, monkeypatch):
+    file = shutil.copytree(recorded / "step-0", tmp_path, dirs_exist_ok=True) / "rows.safetensors"
+    rows = TrainingRows.load(file)
+
+    async def stages_with(**changes):
+        rows.loss = Loss("slime", 0.0)
+        rows.loss = Loss("slime", policy_loss(rows))._replace(**changes)
+        rows.save(file)
+        assert TrainingRows.load(file).loss == rows.loss
+        found = await replayed(tmp_path)
+        return {one.stages["loss"] for one in found}, found[0]
+
+    assert (await stages_with())[0] == {"same"}
+    stages, one = await stages_with(value=0.5)
+    assert stages == {"differs"} and "slime: 0.5 in the record" in str(one)
+    assert (await stages_with(clip=(0.0, 0.0)))[0] == {"differs"}
+    monkeypatch.setitem(sys.modules, "verl", None)  # as if it were not installed
+    stages, one = await stages_with(name="verl:token-mean")
+    assert one.is_same and re.match("recorded only: .*verl", one.stages["loss"])
+    stages, one = await stages_with(name="tinker:ppo")
+    assert stages == {"recorded only: no function computes the loss 'tinker:ppo'"} and one.is_same
 
 
 # --- what a file may hold ---

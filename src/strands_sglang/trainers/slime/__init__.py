@@ -8,9 +8,10 @@ when a function runs. Every object with slime's fields works.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from ...credit import Batch, Reduction, per_batch
+from ...credit import Batch, Loss, PolicyLoss, Reduction, TrainingRows, per_batch
 from .rewards import check_reward_nonzero_std, grpo_rewards_by_group, make_reward
 from .rollout import EpisodeEnd, generate, make_generate
 from .samples import SlimeExportError, to_slime_samples
@@ -34,3 +35,22 @@ def per_rollout(batch: Batch, index: int) -> float:
 
 LOSSES: Mapping[str, Reduction] = {"slime": per_rollout, "slime:per_token": per_batch}
 """slime's losses."""
+
+
+def clipped_loss(rows: TrainingRows, loss: Loss) -> float:
+    """Return slime's loss by its formula, that of PPO: slime needs Megatron, so that it is never installed here."""
+    low, high = loss.clip
+    batch = Batch(rows, left_out=len(rows.left_out))
+    total = 0.0
+    for index, row in enumerate(rows):
+        weight = LOSSES[loss.name](batch, index) * (1.0 if row.loss_weight is None else row.loss_weight)
+        columns = zip(row.loss_mask, row.logprobs, row.trainer_logprobs or (), row.advantages, strict=True)
+        for is_trained, old, new, advantage in columns:
+            ratio = math.exp(new - old)
+            clipped = min(max(ratio, 1 - low), 1 + high)
+            total -= is_trained * weight * min(ratio * advantage, clipped * advantage)
+    return total
+
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = dict.fromkeys(LOSSES, clipped_loss)
+"""Those that a replay computes again."""
