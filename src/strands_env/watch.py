@@ -425,7 +425,7 @@ def training_view(folder: Path, now: float) -> View:
     quoted = shlex.quote(str(folder))
     further, ends = f"strands-env track {quoted} --to tensorboard", []
     if found := sorted(folder.glob("steps/step-*/rows.safetensors")):
-        further = f"strands-sglang view {quoted} --open"
+        further = f"strands-sglang doctor {quoted}" if broken else f"strands-sglang view {quoted} --open"
         try:
             ends = outcomes(found[-1])
         except (OSError, RowsFileError) as error:
@@ -433,7 +433,7 @@ def training_view(folder: Path, now: float) -> View:
     log = folder / "trainer.log"
     if has_stopped:
         further = "look at the output of the trainer"
-    if (has_stopped or broken) and log.exists():
+    if (has_stopped or (broken and not found)) and log.exists():
         further = f"tail -n 50 {shlex.quote(str(log))}"
     if steps:
         taken = len(lines) + len(ends) + 2 * len(alarms) + (ROWS if missing else ROWS + 2)
@@ -670,7 +670,8 @@ def plots(names: Sequence[str], steps: Steps, rows: int) -> list[str]:
         values = _column(steps, name)
         finite = _finite(values)
         if len(finite) > 1 and name != "step" and len(lines) <= max(0, rows - PLOT_ROWS):
-            lines += wrapped(f"{name} {finite[-1]:.3g}, {min(finite):.3g} to {max(finite):.3g} so far")
+            last = next(step[name] for step in reversed(steps) if name in step)
+            lines += wrapped(f"{name} {last:.3g}, {min(finite):.3g} to {max(finite):.3g} so far")
             lines += bars(values)
     return lines
 

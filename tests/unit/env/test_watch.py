@@ -646,11 +646,11 @@ def test_a_training_run_is_shown_by_step(tmp_path):
     assert (view.done, view.total, view.is_over) == (3, 6, False) and view.title.endswith(": training for 3 min 00 s")
     assert "1 min 00 s a step, 2 min 55 s left, last step 5 s ago, 10.0 trained tokens/s" in text
     assert re.search(r"step +reward +seconds +kl +version +trained_tokens +a_long_name_of_a_metric\n", text)
-    assert re.search(r"3 +nan +30 +0\.25 +2 +600", text) and "reward 0.5, 0.25 to 0.5 so far\n █ \n▁█ \n" in text
-    assert view.headline == "reward 0.5, best 0.5 at step 2"  # the same number as above the plot
+    assert re.search(r"3 +nan +30 +0\.25 +2 +600", text) and "reward nan, 0.25 to 0.5 so far\n █ \n▁█ \n" in text
+    assert view.headline == "reward 0.5, best 0.5 at step 2"
     assert view.alarms == ["reward: nan since step 3"] and "\nof 9 columns\n" in text
     assert "left out: 2 x aborted" in text and "step-000003 ends: 1 timeout" in text
-    assert max(map(len, view.lines)) <= 80 and view.next == f"strands-sglang view {tmp_path} --open"
+    assert max(map(len, view.lines)) <= 80 and view.next == f"strands-sglang doctor {tmp_path}"
 
 
 def test_a_trainer_that_is_dead_is_an_alarm(tmp_path, capsys):
