@@ -491,8 +491,8 @@ class ChatTemplate:
             if not any(line and line in text for line in described):
                 self._warned_of_tools = True
                 logger.warning(
-                    "tools=<%s> | the chat template shows the model none of its tools: pass chat_template= with a "
-                    "place for tools, or put their descriptions into the system prompt",
+                    "tools=<%s> | the chat template shows the model none of its tools: pass one with a place for tools "
+                    "(chat_template=, --chat-template), or put their descriptions into the system prompt",
                     ", ".join(tool["function"]["name"] for tool in tools),
                 )
         encoded = self._encoded(text)
