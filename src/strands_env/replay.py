@@ -37,7 +37,7 @@ from .eval.episodes import EnvironmentFactory
 STAGES = ("record", "agent", "tools", "outcome", "reward", "credit", "loss")
 """The stages, in order."""
 
-SAME, DIFFERS = "same", "differs"
+SAME, DIFFERS, MISSING = "same", "differs", "not in the file"
 
 ROWS = "rows.safetensors"
 
@@ -322,7 +322,7 @@ async def _run_again(replayed: Replayed, episode: RecordedEpisode, env: Environm
             why = values[1] if result.reward_error is None else result.reward_error
             replayed.differs(Difference("reward", None, None, values[0], why, "reward"))
             return
-    replayed.stages |= dict.fromkeys(("credit", "loss"), "not in the file")
+    replayed.stages |= dict.fromkeys(("credit", "loss"), MISSING)
 
 
 def _why_no_reward(env: Environment, tools: Tools) -> str | None:
@@ -377,6 +377,7 @@ def replay_step(folder: Path) -> Iterator[Replayed]:
                 turns = {int(turn): value for turn, value in (facts.get("turn_rewards") or {}).items()}
                 episodes.append(Episode(inspected.trajectory, id=inspected.id, turn_rewards=turns, **known))
     loss, now = _loss_again(rows)
+    trained = {row.episode for row in rows}
     again: dict[str, list[TrainingRow]] = {}
     is_whole = bool(rows.settings) and len(episodes) == len(entries)
     if is_whole:
@@ -391,21 +392,25 @@ def replay_step(folder: Path) -> Iterator[Replayed]:
             else:
                 replayed.stages["credit"] = "not all of the batch, or its settings, is in the file"
             if replayed.difference is None:
-                replayed.stages["loss"] = loss
-                if loss == DIFFERS and rows.loss is not None:
-                    difference = Difference(rows.loss.name, None, None, rows.loss.value, now, "loss")
-                    replayed.differs(difference)
+                replayed.stages["loss"] = loss if name in trained else MISSING
+                if replayed.stages["loss"] == DIFFERS and rows.loss is not None:
+                    what = f"the loss {rows.loss.name}"
+                    replayed.differs(Difference(what, None, None, rows.loss.value, now, "loss"))
         yield replayed
 
 
 def _loss_again(rows: TrainingRows) -> tuple[str, float | None]:
     """Return what the loss stage says, and the trainer's loss on the rows now; None if it is not computed."""
+    if rows.loss is None:
+        return MISSING, None
     try:
-        now = policy_loss(rows)
-    except Exception as error:  # the trainer is not installed, or the file does not hold enough
+        now, then = policy_loss(rows), float(rows.loss.value)
+    except ImportError as error:
         return f"recorded only: {one_line(error)}", None
-    then = math.nan if rows.loss is None else rows.loss.value
-    return SAME if math.isclose(then, now, rel_tol=1e-6, abs_tol=1e-6) else DIFFERS, now
+    except Exception as error:
+        return f"it cannot be computed: {one_line(error)}", None
+    is_same = math.isclose(then, now, rel_tol=1e-6, abs_tol=1e-6) or (math.isnan(then) and math.isnan(now))
+    return SAME if is_same else DIFFERS, now
 
 
 def _weights(rows: TrainingRows) -> list[float | None]:
@@ -471,6 +476,9 @@ def summary(replayed: Sequence[Replayed]) -> Iterator[str]:
     left = len(replayed) - same - causes.total()
     if left:
         yield f"{left:6}  not compared"
+    for why, count in Counter(one.stages.get("loss", MISSING) for one in replayed).items():
+        if why not in (SAME, DIFFERS, MISSING):
+            yield f"{count:6}  loss: {why}"
     changed = Counter(name for one in replayed for name in one.changed)
     if changed:
         yield f"the environment has another {', '.join(changed)} than in the record"

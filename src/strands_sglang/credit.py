@@ -174,19 +174,22 @@ class TrainingRow:
 
 
 class Loss(NamedTuple):
-    """The loss that a trainer computed on a batch, so that a replay can compute it again.
+    """The policy loss that a trainer had on a batch before its update, so that a replay can compute it again.
 
-    It is over all rows, as one micro-batch, before the update. Ratios are from `logprobs` to `trainer_logprobs`.
+    It is that of all rows as one micro-batch, without the terms for KL and entropy.
 
     Attributes:
         name: The trainer and its loss, a key of `losses()`.
         value: The loss.
-        clip: How far below and above 1 ratios count.
+        clip: How far ratios may be below and above 1 before they are clipped.
+        from_sampler: Whether ratios compare the trainer with the sampler, as in TRL. By default verl, SkyRL and slime
+            compare the trainer with itself, so that all ratios before the update are 1.
     """
 
     name: str
     value: float
     clip: tuple[float, float] = (0.2, 0.2)
+    from_sampler: bool = True
 
 
 @dataclass(eq=False, repr=False)
@@ -202,7 +205,7 @@ class TrainingRows(Sequence[TrainingRow]):
         settings: The arguments of `training_rows` besides the episodes; empty if the rows are of several batches.
         episodes: What is known of every episode of the batch besides its trajectory, by id: `group`, `reward`,
             `turn_rewards` and `outcome`.
-        loss: The trainer's loss on them, which a replay of the step computes again; None if unknown.
+        loss: The trainer's loss on them; None if it is unknown, or if the rows are of several batches.
         is_changed: Whether they were read from a file that was changed since; see `load`.
         journals: The journals of the batch's episodes; not saved.
     """
@@ -230,7 +233,7 @@ class TrainingRows(Sequence[TrainingRow]):
         for name, count in names.items():
             if count > 1:
                 raise ValueError(f"{count} batches have an episode with the id {name!r}; each needs its own")
-        joined = cls([*chain.from_iterable(parts)], {}, [], {}, {})
+        joined = cls([*chain.from_iterable(parts)], {}, [], {}, {}, loss=parts[0].loss if len(parts) == 1 else None)
         for part in parts:
             joined.left_out |= part.left_out
             joined.flat_groups += part.flat_groups
@@ -274,16 +277,16 @@ class TrainingRows(Sequence[TrainingRow]):
 
         `description` (uint8) is JSON: `rows` with `episode`, `group`, `prompt_length`, `episode_trained`,
         `episode_version` and `spans` (lists of turn, prompt tokens, sampled tokens, finish reason), and `left_out`,
-        `flat_groups`, `rewards`, `advantages`, `settings`, `episodes` and `loss` as in this class. Tuples are lists.
-        The file's metadata holds `format`, `version` and, as a trajectory's, `checksum`. Version 2 has no checksum, and
-        in version 1 `left_out` holds sentences.
+        `flat_groups`, `rewards`, `advantages`, `settings`, `episodes` and, if known, `loss` as in this class. Tuples
+        are lists. The file's metadata holds `format`, `version` and, as a trajectory's, `checksum`. Version 2 has no
+        checksum, and in version 1 `left_out` holds sentences.
 
         Args:
             path: Path of the file.
 
         Raises:
             TypeError: A group is not made of strings, numbers, booleans, None and tuples of them.
-            ValueError: A column of a row has not one value for each token.
+            ValueError: A column of a row has not one value for each token, or `loss` is not made of numbers.
             OSError: The file cannot be written.
             RowsFileError: They were read from a file that was changed: a new checksum would make it valid.
         """
@@ -331,8 +334,9 @@ class TrainingRows(Sequence[TrainingRow]):
             "advantages": self.advantages,
             "settings": self.settings,
             "episodes": self.episodes,
-            "loss": self.loss,
         }
+        if self.loss is not None:
+            description["loss"] = _checked(self.loss)
         tensors["description"] = np.frombuffer(
             json.dumps(description, default=lambda number: number.item()).encode(), "uint8"
         )
@@ -424,6 +428,19 @@ class TrainingRows(Sequence[TrainingRow]):
 
 _COLUMNS = ("loss_mask", "logprobs", "versions", "advantages", "trainer_logprobs")
 _ROW_FACTS = ("episode", "group", "prompt_length", "episode_trained", "episode_version", "spans")
+
+
+def _checked(loss: Loss) -> Loss:
+    """Return a loss as a file has it.
+
+    Raises:
+        ValueError: It is not made of numbers.
+    """
+    try:
+        low, high = loss.clip
+        return Loss(loss.name, float(loss.value), (float(low), float(high)), bool(loss.from_sampler))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{loss!r:.200} cannot be saved: its value is a number, and its clip are two") from error
 
 
 def _check_group(group: Any) -> None:
@@ -568,19 +585,22 @@ def losses() -> Mapping[str, Reduction]:
 
 
 def policy_loss(rows: TrainingRows) -> float:
-    """Return what `rows.loss` is by the trainer's own code, or by its formula if it is not in a package registry.
+    """Compute `rows.loss` again, by the trainer's own code; slime's by its formula.
 
     Each adapter lists the functions of its trainer as `POLICY_LOSSES`.
 
     Raises:
-        ValueError: The rows have no loss, or no logprobs of the trainer, or it is not known how the loss is computed.
+        ValueError: It is not known how the loss is computed, or the rows lack what it is computed from.
         ImportError: The trainer is not installed.
     """
-    if rows.loss is None or any(row.trainer_logprobs is None for row in rows):
-        raise ValueError("the file has no loss, or no logprobs of the trainer")
+    if rows.loss is None or not len(rows):
+        raise ValueError("there is no loss")
+    for name in ("trainer_logprobs", "loss_weight"):
+        if any(getattr(row, name) is None for row in rows):
+            raise ValueError(f"a row has no {name}")
     function = _of_adapters("POLICY_LOSSES").get(rows.loss.name)
     if function is None:
-        raise ValueError(f"no function computes the loss {rows.loss.name!r}")
+        raise ValueError(f"no function computes the loss {rows.loss.name!r:.60}")
     return float(function(rows, rows.loss))
 
 

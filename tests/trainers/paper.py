@@ -11,6 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from strands_sglang.credit import Episode, Loss, TrainingRows, training_rows
 from strands_sglang.protocol.generation import Generation, VersionSpan
+from strands_sglang.reasons import Reason
 from strands_sglang.trajectory.trajectory import Trajectory
 from support.agents import assistant, user
 from support.recorder import Recorder
@@ -117,21 +118,20 @@ def gradient(model, rows, normalizer):
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def trained_rows(model, name):
+def trained_rows(model, name, clip=(0.1, 0.3)):
     """Rows with the trainer's logprobs, the weights of a loss, and the loss on paper: the clipped token mean."""
     rows = rows_of(model, noise=0.25)
+    rows.left_out["gone"] = Reason("no_reward")  # slime counts it
     weights = rows.weights("token_mean", name, micro_batches=[range(len(rows))])
     total = sum(row.trained for row in rows)
     known, loss = [], 0.0
     for row, weight in zip(rows, weights, strict=True):
-        trainer = [
-            one * mask for one, mask in zip(logprobs_of(model, row.token_ids).tolist(), row.loss_mask, strict=True)
-        ]
-        known.append(replace(row, trainer_logprobs=trainer, loss_weight=weight))
-        for old, new, advantage in zip(row.logprobs, trainer, row.advantages, strict=True):
+        own = logprobs_of(model, row.token_ids).tolist()  # also where nothing is trained
+        known.append(replace(row, trainer_logprobs=own, loss_weight=weight))
+        for old, new, advantage, mask in zip(row.logprobs, own, row.advantages, row.loss_mask, strict=True):
             ratio = math.exp(new - old)
-            loss -= min(ratio * advantage, min(max(ratio, 1 - CLIP), 1 + CLIP) * advantage) / total
-    rows.rows, rows.loss = known, Loss(name, loss, (CLIP, CLIP))
+            loss -= mask * min(ratio * advantage, min(max(ratio, 1 - clip[0]), 1 + clip[1]) * advantage) / total
+    rows.rows, rows.loss = known, Loss(name, loss, clip)
     return rows
 
 

@@ -12,10 +12,10 @@ import math
 from array import array
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import chain, compress, groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..credit import Episode, TrainingRow, TrainingRows, training_rows, version_number
+from ..credit import Episode, Loss, TrainingRow, TrainingRows, training_rows, version_number
 from ..exceptions import PortableError
 from ..protocol.generation import FINISH_TYPES, Generation, VersionSpan, are_in_order, clip_spans
 from ..reasons import Reason
@@ -86,21 +86,23 @@ def refuse_images(rows: Iterable[TrainingRow], what: str) -> None:
             raise ValueError(f"episode {row.episode} has images, but {what} has token ids only: train it with slime")
 
 
-def loss_columns(rows: TrainingRows) -> list[torch.Tensor]:
-    """Return what trainers compute a loss from, each of shape `(rows, T)` in float32, padded with zeros.
+def loss_columns(rows: TrainingRows, loss: Loss) -> list[torch.Tensor]:
+    """Return what a trainer computes a loss from: the trained tokens of each row, padded with zeros.
 
     Returns:
-        The sampler's logprobs, the trainer's, the advantages times the rows' weights, and the mask.
+        The old logprobs, the new ones, the advantages times the rows' weights, and the mask, each of shape `(rows, T)`.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     columns: list[list[torch.Tensor]] = [[], [], [], []]
     for row in rows:
-        weight = 1.0 if row.loss_weight is None else row.loss_weight
-        values = (row.logprobs, row.trainer_logprobs or (), row.advantages, row.loss_mask)
-        for column, own, factor in zip(columns, values, (1.0, 1.0, weight, 1.0), strict=True):
-            column.append(torch.tensor(own, dtype=torch.float32) * factor)
+        new = row.trainer_logprobs or []
+        old = row.logprobs if loss.from_sampler else new
+        weighted = [advantage * (row.loss_weight or 0.0) for advantage in row.advantages]
+        parts: list[Sequence[float]] = [old, new, weighted, row.loss_mask]
+        for column, values in zip(columns, parts, strict=True):
+            column.append(torch.tensor([*compress(values, row.loss_mask)], dtype=torch.float64))
     return [pad_sequence(column, batch_first=True) for column in columns]
 
 

@@ -43,19 +43,15 @@ def clipped_loss(rows: TrainingRows, loss: Loss) -> float:
     from skyrl.backends.skyrl_train.utils import ppo_utils
     from skyrl.train.config import AlgorithmConfig
 
-    old, new, advantages, mask = loss_columns(rows)
-    reduction = loss.name.partition(":")[2]
-    advantages = ppo_utils.apply_loss_reduction_to_advantages_minibatch(advantages, mask, reduction, len(rows), 0)
+    old, new, advantages, mask = loss_columns(rows, loss)
+    advantages = ppo_utils.apply_loss_reduction_to_advantages_minibatch(advantages, mask, "token_mean", len(rows), 0)
     config = AlgorithmConfig(policy_loss_type="regular", eps_clip_low=loss.clip[0], eps_clip_high=loss.clip[1])
     value, _ = ppo_utils.PolicyLossRegistry.get("regular")(new, old, advantages, config, mask)
     return float(value)
 
 
-POLICY_LOSSES: Mapping[str, PolicyLoss] = {
-    "skyrl:sequence_mean": clipped_loss,
-    "skyrl:token_mean": clipped_loss,
-}
-"""Those that a replay computes again."""
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {"skyrl:token_mean": clipped_loss}
+"""Losses that a replay computes again."""
 
 RunEpisode = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Awaitable[Episode]]
 """Async function of a prompt, its extras and SkyRL's sampling parameters that runs one episode."""

@@ -69,7 +69,7 @@ def async_grpo_loss(rows: TrainingRows, loss: Loss) -> float:
     import torch
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-    *columns, mask = loss_columns(rows)
+    *columns, mask = loss_columns(rows, loss)
     old, new, advantages = (column[mask.bool()][None] for column in columns)
     count, empty = new.numel(), torch.empty(1, 0)
     inputs = {
@@ -98,7 +98,7 @@ def async_grpo_loss(rows: TrainingRows, loss: Loss) -> float:
 
 
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {"trl:async_grpo": async_grpo_loss}
-"""Those that a replay computes again."""
+"""Losses that a replay computes again."""
 
 RunEpisode = Callable[[Any], Awaitable[Episode | Sequence[Episode]]]
 """Async function that runs one episode of a prompt, or returns one and its forks. Their `group` is replaced."""

@@ -67,13 +67,12 @@ def clipped_loss(rows: TrainingRows, loss: Loss) -> float:
     config = ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=low, clip_ratio_high=high
     )
-    mode = loss.name.partition(":")[2]
-    value, _ = get_policy_loss_fn("vanilla")(*loss_columns(rows), loss_agg_mode=mode, config=config)
+    value, _ = get_policy_loss_fn("vanilla")(*loss_columns(rows, loss), loss_agg_mode="token-mean", config=config)
     return float(value)
 
 
-POLICY_LOSSES: Mapping[str, PolicyLoss] = dict.fromkeys(LOSSES, clipped_loss)
-"""Those that a replay computes again."""
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {"verl:token-mean": clipped_loss}
+"""Losses that a replay computes again."""
 
 RunEpisode = Callable[[SGLangModel, Mapping[str, Any]], Awaitable[Episode]]
 """Async function of a model and a row of verl's dataset that runs one episode. Its `group` and `id` do not matter."""

@@ -423,15 +423,30 @@ async def test_the_loss_is_computed_again(recorded, tmp_path, monkeypatch):
         found = await replayed(tmp_path)
         return {one.stages["loss"] for one in found}, found[0]
 
-    assert (await stages_with())[0] == {"same"}
+    none = "not in the file"
+    assert (await stages_with())[0] == {"same", none}  # an episode without a row has none
     stages, one = await stages_with(value=0.5)
-    assert stages == {"differs"} and "slime: 0.5 in the record" in str(one)
-    assert (await stages_with(clip=(0.0, 0.0)))[0] == {"differs"}
+    assert stages == {"differs", none} and "the loss slime: 0.5 in the record" in str(one)
+    assert (await stages_with(clip=(0.0, 0.0)))[0] == {"differs", none}
     monkeypatch.setitem(sys.modules, "verl", None)  # as if it were not installed
     stages, one = await stages_with(name="verl:token-mean")
     assert one.is_same and re.match("recorded only: .*verl", one.stages["loss"])
+    assert re.search(r"\n +7  loss: recorded only: .*verl", "\n".join(summary(await replayed(tmp_path))))
     stages, one = await stages_with(name="tinker:ppo")
-    assert stages == {"recorded only: no function computes the loss 'tinker:ppo'"} and one.is_same
+    assert stages == {"it cannot be computed: no function computes the loss 'tinker:ppo'", none} and one.is_same
+    monkeypatch.setattr("strands_sglang.credit._checked", lambda loss: loss)
+    for hostile in ({"value": 10**400}, {"clip": (10**400, 0)}):
+        stages, one = await stages_with(**hostile)
+        assert stages - {none} <= {"differs", "it cannot be computed: int too large to convert to float"}
+
+
+@pytest.mark.parametrize("loss", [("slime", None), ("slime", 0.0, 0.2), ("slime", 0.0, (0.2, None))])
+def test_a_loss_that_is_not_made_of_numbers_is_not_saved(recorded, tmp_path, loss):
+    rows = TrainingRows.load(recorded / "step-0" / "rows.safetensors")
+    rows.loss = Loss(*loss)
+    with pytest.raises(ValueError, match="its value is a number, and its clip are two"):
+        rows.save(tmp_path / "rows.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 # --- what a file may hold ---

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import compress
 
 from ...credit import Batch, Loss, PolicyLoss, Reduction, TrainingRows, per_batch
 from .rewards import check_reward_nonzero_std, grpo_rewards_by_group, make_reward
@@ -38,19 +39,19 @@ LOSSES: Mapping[str, Reduction] = {"slime": per_rollout, "slime:per_token": per_
 
 
 def clipped_loss(rows: TrainingRows, loss: Loss) -> float:
-    """Return slime's loss by its formula, that of PPO: slime needs Megatron, so that it is never installed here."""
+    """Return slime's loss by its formula, that of PPO: slime needs Megatron, which no package index has."""
     low, high = loss.clip
     batch = Batch(rows, left_out=len(rows.left_out))
     total = 0.0
     for index, row in enumerate(rows):
-        weight = LOSSES[loss.name](batch, index) * (1.0 if row.loss_weight is None else row.loss_weight)
-        columns = zip(row.loss_mask, row.logprobs, row.trainer_logprobs or (), row.advantages, strict=True)
-        for is_trained, old, new, advantage in columns:
-            ratio = math.exp(new - old)
+        weight = LOSSES[loss.name](batch, index) * (row.loss_weight or 0.0)
+        columns = zip(row.logprobs, row.trainer_logprobs or (), row.advantages, strict=True)
+        for old, new, advantage in compress(columns, row.loss_mask):
+            ratio = math.exp(new - old) if loss.from_sampler else 1.0
             clipped = min(max(ratio, 1 - low), 1 + high)
-            total -= is_trained * weight * min(ratio * advantage, clipped * advantage)
+            total -= weight * min(ratio * advantage, clipped * advantage)
     return total
 
 
 POLICY_LOSSES: Mapping[str, PolicyLoss] = dict.fromkeys(LOSSES, clipped_loss)
-"""Those that a replay computes again."""
+"""Losses that a replay computes again."""
