@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strands_sglang import __version__, shown, terminal
+from strands_sglang.shown import counted
 from strands_sglang.terminal import UsageError, json_object, meant, paint, tell, waiting
 
 from .names import ENVIRONMENTS, REWARDS, load, load_benchmark_class, needs, registered_benchmarks, why_not
@@ -575,6 +576,8 @@ def finish(
         return say(as_json(metrics), code=code)
     shown = _painted([*metric_lines(metrics), *map(in_options, end_lines(results))])
     hint = [f"results in {arguments.output}; see them:", f"  {shlex.join(['strands-env', *following])}"]
+    if dropped := metrics["dropped_samples"]:
+        hint.insert(0, f"the same command runs {counted(int(dropped), 'dropped sample')} again")
     return say(*shown, "", *hint, code=code)
 
 

@@ -545,6 +545,10 @@ def _column(steps: Steps, name: str) -> list[float]:
     return [step.get(name, math.nan) for step in steps]
 
 
+def _last(steps: Steps, name: str) -> float:
+    return next(step[name] for step in reversed(steps) if name in step)
+
+
 def _finite(values: Iterable[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
@@ -571,7 +575,7 @@ def _score(names: Sequence[str], steps: Steps) -> str:
     if not rewarded:
         return ""
     best = max(rewarded, key=lambda step: step[name])
-    told = f"{name} {rewarded[-1][name]:.3g}"
+    told = f"{name} {_last(steps, name):.3g}"
     return f"{told}, best {best[name]:.3g} at step {best['step']:g}" if len(rewarded) > 1 else told
 
 
@@ -670,8 +674,7 @@ def plots(names: Sequence[str], steps: Steps, rows: int) -> list[str]:
         values = _column(steps, name)
         finite = _finite(values)
         if len(finite) > 1 and name != "step" and len(lines) <= max(0, rows - PLOT_ROWS):
-            last = next(step[name] for step in reversed(steps) if name in step)
-            lines += wrapped(f"{name} {last:.3g}, {min(finite):.3g} to {max(finite):.3g} so far")
+            lines += wrapped(f"{name} {_last(steps, name):.3g}, {min(finite):.3g} to {max(finite):.3g} so far")
             lines += bars(values)
     return lines
 

@@ -404,11 +404,10 @@ def long_outages() -> list[str]:
 def _told(outage: Outage) -> str:
     wait = f"{counted(outage.waiting, 'sample')} wait{'s' * (outage.waiting == 1)}"
     told = f"{outage.base_url} has not answered for {outage.seconds:.0f} s: {wait}"
-    return (
-        told
-        if outage.seconds_left == math.inf
-        else f"{told}; the first is dropped in about {outage.seconds_left:.0f} s"
-    )
+    if outage.seconds_left == math.inf:
+        return told
+    when = f"in {outage.seconds_left:.0f} s" if outage.seconds_left >= 1 else "at any moment"
+    return f"{told}; first dropped {when}"
 
 
 class Progress(tqdm):
@@ -469,7 +468,8 @@ class Progress(tqdm):
         self.bar_format = None
         if silent:
             sentence = silent[0].replace("{", "{{").replace("}", "}}")
-            self.bar_format = "{desc}: {n_fmt}/{total_fmt} [{elapsed}, " + sentence + "]"
+            failed = f", failed={self._failed}" if self._failed else ""
+            self.bar_format = "{desc}: {n_fmt}/{total_fmt}" + failed + "; " + sentence
 
     def _count(self, sample: EvalSample) -> None:
         self._ended += 1

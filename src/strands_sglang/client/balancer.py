@@ -15,7 +15,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,9 +130,9 @@ class Server:
         with self._lock:
             if self._failing_since is None or not self._is_silent or now - self._last_failure > 2 * MAX_DELAY_S:
                 return None
-            ends = [at for at in self._calls.values() if at > now]  # the other calls may be over
-            left = min(ends, default=math.inf) - now
-            return Outage(without_credentials(self.base_url), now - self._failing_since, max(1, len(ends)), left)
+            left = max(0.0, min(self._calls.values(), default=math.inf) - now)
+            waiting = max(1, len(self._calls))  # at least a probe
+            return Outage(without_credentials(self.base_url), now - self._failing_since, waiting, left)
 
     def log_failure(self, failure: Failure, call: object = None, gives_up_at: float = math.inf) -> None:
         """Count a failure that will be retried; log it unless a line was logged a short while ago.
@@ -166,6 +167,11 @@ class Server:
             seconds,
             failure.error,
         )
+
+    def forget(self, call: object) -> None:
+        """Note that a call is over, so that it no longer waits."""
+        with self._lock:
+            self._calls.pop(call, None)
 
     def log_answer(self) -> None:
         """Log the end of an outage, if there was one and a line told of it."""
@@ -214,6 +220,15 @@ class Servers:
         if server is None:
             raise ValueError(f"{base_url!r} is not one of this client's servers: {', '.join(self._by_url)}")
         return server
+
+    @contextmanager
+    def waiting(self, call: object) -> Iterator[None]:
+        """While a call lasts, it counts as waiting for the servers that it has failed at."""
+        try:
+            yield
+        finally:
+            for server in self.all:
+                server.forget(call)
 
     def up(self) -> tuple[Server, ...]:
         """Return the servers in rotation, or all servers if none is."""

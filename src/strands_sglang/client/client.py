@@ -694,7 +694,7 @@ async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: 
         SGLangClientError: There is no response.
     """
     servers, session, retries = request.servers, request.session, RetryState(policy, request.servers)
-    with request.cancellation.watched() as request.signaled:
+    with request.cancellation.watched() as request.signaled, servers.waiting(retries):
         while True:
             request.raise_if_over()
             try:

@@ -552,6 +552,8 @@ async def test_an_outage_tells_when_the_first_call_gives_up_and_not_of_one_that_
     for call, left in zip(calls, (0, 360, 47, math.inf), strict=True):
         server.log_failure(failure, call, time.monotonic() + left)
     server.log_failure(failure)  # a probe
+    assert server.outage.waiting == 4 and server.outage.seconds_left == 0  # it is late, and still waits
+    server.forget(calls[0])
     assert server.outage.waiting == 3 and 40 < server.outage.seconds_left <= 47
     del call, calls[2:]  # those calls have ended
     assert server.outage.waiting == 1 and 350 < server.outage.seconds_left <= 360
@@ -2261,7 +2263,14 @@ async def test_an_outage_tells_in_how_long_a_call_is_given_up(monkeypatch):
     while not call.done():
         await asyncio.sleep(0.01)
         told += [time.monotonic() - began + one.seconds_left for one in outages() if one.base_url == client.base_url]
-    with pytest.raises(SGLangConnectionError):
+    with pytest.raises(SGLangConnectionError) as caught:
         await call
     ended = time.monotonic() - began
     assert told and all(one == pytest.approx(ended, rel=0.5) for one in told if one < math.inf)
+    call = asyncio.create_task(client.generate([1]))
+    found = []
+    while not call.done():
+        await asyncio.sleep(0.01)
+        found += [one.waiting for one in outages() if one.base_url == client.base_url]
+    assert set(found) == {1}  # the first call, which the error keeps alive, waits no more
+    assert isinstance(call.exception(), type(caught.value))

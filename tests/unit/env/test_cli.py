@@ -279,6 +279,7 @@ def test_dropped_samples_are_reported_with_their_cause(command, tmp_path, capsys
         out = capsys.readouterr().out
         assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
         assert "dropped: 6 x RuntimeError: no sandbox" in out and ", 6 dropped" in out
+        assert "the same command runs 6 dropped samples again\nresults in" in out
         assert run([*command, "--limit", 2, "--stop-after-failures", 2]) == 1
         assert "2 samples in a row failed" in capsys.readouterr().err
 
