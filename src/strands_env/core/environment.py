@@ -49,12 +49,15 @@ from strands_sglang import (
     OUTCOMES,
     Journal,
     JournalError,
+    Outage,
     RewardRule,
+    SGLangConnectionError,
     SGLangModel,
     TerminationReason,
     ToolLimiter,
     Trajectory,
     TrajectoryFileError,
+    outages,
     termination_reason,
 )
 
@@ -253,6 +256,9 @@ TURNS_PER_INVOCATION = 16
 
 Most episodes are one invocation. Across several invocations the counts continue, and no message is added in between.
 """
+
+SILENT_S = 5.0
+"""Seconds without an answer after which a server, and not the policy, is why an episode has run out of time."""
 
 _NOT_IN_IDENTITY = frozenset(
     {
@@ -857,6 +863,9 @@ class Environment(Identified):
             # Other providers raise their own exceptions for failures of the server or the network.
             if failure in (end, getattr(end, "original_exception", None)):
                 reason = TerminationReason.INFRASTRUCTURE_ERROR
+        if reason is TerminationReason.TIMEOUT and (silent := _silent_server(episode)):
+            reason = TerminationReason.INFRASTRUCTURE_ERROR
+            end = SGLangConnectionError(f"{end}, and {silent.base_url} had not answered for {silent.seconds:.0f} s")
         messages = list(episode.agent.messages) if episode.agent is not None else []
         observation = Observation(messages=messages[episode.conversation.history_length :])
         result = StepResult(observation=observation, termination_reason=reason)
@@ -1030,6 +1039,16 @@ def _end_of(error: BaseException, supervisor: Supervisor) -> BaseException:
     if isinstance(error, asyncio.CancelledError) and supervisor.is_cancelled:
         return error
     return as_exception(error)
+
+
+def _silent_server(episode: _Running) -> Outage | None:
+    """Return the server that the last model call has waited for in vain; None if it was answered, or was not long."""
+    turns = [] if episode.trajectory is None else episode.trajectory.turns
+    if not isinstance(episode.model, SGLangModel) or not turns or turns[-1].is_answered:
+        return None
+    silent = {one.base_url: one for one in outages() if one.seconds >= SILENT_S}
+    is_gone = silent.keys() >= set(episode.model.client.base_urls)
+    return silent[episode.model.client.base_url] if is_gone else None
 
 
 def _format_error(error: BaseException) -> str:

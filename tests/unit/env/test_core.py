@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -77,6 +78,7 @@ from support.environments import (
     step_result,
     tasks,
 )
+from support.servers import client_in, network_of, plug, scripted, until_aborted
 from support.slime import Sample, SlimeState, check_against_server, check_rollouts, slime_args, slime_sampling_params
 
 # === a step is one episode: its observation, its reward, its own trajectory ===
@@ -733,6 +735,33 @@ async def test_error_of_the_environment_ends_as_documented(where, chatml_tokeniz
     assert (result.error, result.reward) == ("OSError: no room", None)
     assert result.observation.messages == []
     assert env.steps[-1] == "cleanup"
+
+
+@pytest.mark.parametrize("hosts", [("one",), ("one", "two")])
+@pytest.mark.parametrize("is_dead", [True, False])
+async def test_a_timeout_is_the_servers_if_none_answers(hosts, is_dead, chatml_tokenizer, monkeypatch):
+    """Otherwise a policy is punished for a server that died."""
+    monkeypatch.setattr("strands_env.core.environment.SILENT_S", 0.05)
+    network = network_of(**dict.fromkeys(hosts, scripted(CALL)))
+
+    slow = scripted(until_aborted("no"))
+
+    class Dies(HookProvider):
+        def register_hooks(self, registry):
+            registry.add_callback(AfterToolCallEvent, self.die)
+
+        def die(self, event):
+            plug(network, **{**dict.fromkeys(hosts), **({} if is_dead else {hosts[-1]: slow})})
+
+    client = client_in(network, *hosts, max_retries=1000, retry_delay=0.001)
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
+    env = CalculatorEnv(lambda: model, reward_fn=Contains(), hooks=[Dies()], episode_timeout=0.5)
+    result = await env.step(ASK)
+    if is_dead:
+        assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR and result.reward is None
+        assert re.search("took longer than 0.5 seconds, and http://one had not answered for [01] s$", result.error)
+    else:
+        assert result.termination_reason is TerminationReason.TIMEOUT
 
 
 async def test_error_of_another_provider_is_infrastructure(chatml_tokenizer):
