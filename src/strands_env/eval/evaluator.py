@@ -407,7 +407,7 @@ def _told(outage: Outage) -> str:
     if outage.seconds_left == math.inf:
         return told
     when = f"in {outage.seconds_left:.0f} s" if outage.seconds_left >= 1 else "at any moment"
-    return f"{told}; first dropped {when}"
+    return f"{told}; next dropped {when}"
 
 
 class Progress(tqdm):

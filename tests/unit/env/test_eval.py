@@ -1249,11 +1249,11 @@ async def test_the_bar_names_a_server_that_does_not_answer_and_no_remaining_time
 
         await bar(lambda shown: "1/3" in shown and "<" in shown and "answered" not in shown)
         silent[0] = Outage("http://{one}", 40.0, 7, 320.0)
-        told = "http://{one} has not answered for 40 s: 7 samples wait; first dropped in 320 s"
+        told = "http://{one} has not answered for 40 s: 7 samples wait; next dropped in 320 s"
         assert "<" not in await bar(lambda shown: told in shown and "1/3; " in shown)
         progress.add(sample(None, finished=False))
         silent[0] = Outage("http://{one}", 360.0, 7, 0.0)
-        await bar(lambda shown: "2/3, failed=1; " in shown and "first dropped at any moment" in shown)
+        await bar(lambda shown: "2/3, failed=1; " in shown and "next dropped at any moment" in shown)
         silent.clear()
         await bar(lambda shown: "<" in shown and "answered" not in shown)
 

@@ -271,7 +271,7 @@ def test_samples_that_run_or_wait_are_not_dropped(tmp_path, monkeypatch, capsys)
     shown = asyncio.run(run())
     assert "counts: 4 prompts, 2 done, 2 running, 3 waiting, 1 dropped" in shown.lines
     assert re.fullmatch(r"running longest: t1 #1 \d s, t2 #0 \d s", shown.lines[1]), shown.lines
-    told = ["40 s: 6 samples wait; first dropped in 47 s", "30 s: 1 sample waits"]
+    told = ["40 s: 6 samples wait; next dropped in 47 s", "30 s: 1 sample waits"]
     assert shown.alarms == [
         f"http://{name} has not answered for {what}" for name, what in zip(("one", "two"), told, strict=True)
     ]
@@ -284,7 +284,7 @@ def test_a_small_terminal_shows_what_runs_the_score_and_the_outage_first(written
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     plan = json.loads((tmp_path / "results.run.json").read_text())
     (tmp_path / "results.run.json").write_text(json.dumps({**plan, "n_samples_per_prompt": 20}))
-    status_of(tmp_path, 3, outages=["http://one has not answered for 40 s: 6 samples wait; first dropped in 9 s"])
+    status_of(tmp_path, 3, outages=["http://one has not answered for 40 s: 6 samples wait; next dropped in 9 s"])
     monkeypatch.setattr("strands_sglang.terminal.width", lambda: 60)
     console = Console(file=io.StringIO(), width=60, height=20, force_terminal=True, color_system=None)
     with Live(EvaluationView(tmp_path)(time.time()), console=console, screen=True, auto_refresh=False) as live:
@@ -293,7 +293,7 @@ def test_a_small_terminal_shows_what_runs_the_score_and_the_outage_first(written
     assert len(drawn) == 20 and all(len(re.sub(r"\x1b\S*?[a-zA-Z]", "", line)) <= 60 for line in drawn)
     assert any("3 running" in line for line in drawn)
     assert re.search(r"4 prompts x 20 samples, \d+ s so far$", drawn[0].rstrip().removesuffix("\x1b[0m"))
-    assert drawn[1].startswith("so far pass@1 0.") and "first dropped in 9 s" in " ".join(" ".join(drawn[3:5]).split())
+    assert drawn[1].startswith("so far pass@1 0.") and "next dropped in 9 s" in " ".join(" ".join(drawn[3:5]).split())
     table = next(at for at, line in enumerate(drawn) if line.startswith("metric "))
     assert drawn[table].split() == ["metric", "value", "95", "%", "interval", "prompts"]  # the last column has no room
     assert drawn[table + 1].startswith("pass@1")
