@@ -423,7 +423,8 @@ def _score(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append(("extracted", found))
     if found in (None, "", ...):
         facts.append(("final answer", record.get("final_response")))
-    facts += [("verdict", known.pop("verdict", None)), *known.items()]
+    facts.append(("verdict", known.pop("verdict", None)))
+    facts += [(f"info: {name}", value) for name, value in known.items()]
     facts += [("no reward", record.get("reward_error")), ("error", record.get("error"))]
     shown = []
     for name, value in facts:

@@ -387,17 +387,17 @@ def test_each_sample_says_why_it_has_its_reward(tmp_path):
     evaluated(tmp_path, results, 1, 4, max_concurrency=1)
     page = Page(report_page(tmp_path, success_threshold=1.0))
     wrong, silent, broken, other = (dict(page.body(number)["score"]) for number in range(4))
-    assert {name: wrong[name] for name in ("target", "extracted", "verdict", "reason")} == {
+    assert {name: wrong[name] for name in ("target", "extracted", "verdict", "info: reason")} == {
         "target": str(tasks(1)[0].task_context.ground_truth),
         "extracted": "5",
         "verdict": "wrong",
-        "reason": "5 is not 4",
+        "info: reason": "5 is not 4",
     }
     assert silent["verdict"] == "no_answer" and silent["extracted"].startswith("nothing")
     assert silent["final answer"] == "Who knows?" and "final answer" not in wrong
     assert {one["target"] for one in page.index["episodes"]} == {wrong["target"]}
     assert "a tool is broken" in broken["error"] and "verdict" not in broken
-    assert (other["final answer"], other["parts"]) == ("4", '{"format": 0.5}')
+    assert (other["final answer"], other["info: parts"]) == ("4", '{"format": 0.5}')
 
 
 def test_a_sample_is_called_by_its_task_and_number(tmp_path, capsys):
