@@ -248,6 +248,7 @@ class EvaluationView:
         self._reader = ResultsReader(path)
         self._state: Any = None
         self._metrics: dict[str, float] = {}
+        self._last_outage = 0.0
 
     def __call__(self, now: float) -> View:
         """Read what is new.
@@ -274,7 +275,9 @@ class EvaluationView:
         has_stopped = not is_over and not status.left
         took_each = [sample.seconds for sample in samples if sample.is_finished]
         most = patience(took_each if finished >= slots else [])
-        hung = [now - at for at in began.values() if now - at > most]
+        if status.outages:
+            self._last_outage = now
+        hung = [now - at for at in began.values() if now - max(at, self._last_outage) > most]
         further = f"strands-env report {shlex.quote(str(self._reader.path))} --html --open"
         alarms = [*status.outages]
         # How long an outage lasts is unknown; and before each slot has ended once, the slow episodes are not seen.

@@ -353,6 +353,11 @@ def test_samples_that_hang_are_an_alarm_and_there_is_no_time_left(written, tmp_p
     shown = EvaluationView(tmp_path)(time.time())
     assert shown.alarms == ["2 samples may hang: running for 4 min 00 s or more, the slowest that ended took 0 s"]
     assert "episode_timeout" in shown.next
+    status_of(tmp_path, 2, left=2, seconds=240, outages=["http://one is silent"])
+    view = EvaluationView(tmp_path)
+    assert view(time.time()).alarms == ["http://one is silent"]
+    status_of(tmp_path, 2, left=2, seconds=240)
+    assert view(time.time() + 1).alarms == []  # they waited for the server
     assert " left" not in "\n".join(shown.lines)
     (tmp_path / "results.jsonl").write_text("")
     (tmp_path / "results.failures.jsonl").unlink()
