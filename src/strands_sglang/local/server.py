@@ -216,7 +216,7 @@ def launch_server(
     if port is None:
         port = free_port(host)
     elif not port_is_free(host, port):
-        raise LocalServerError(f"port {port} of {host} is in use by another process: choose another one, or 0 for a free one")
+        raise LocalServerError(f"port {port} of {host} is in use by another process; 0 takes a free one")
     return LocalServer(
         sglang_command(python, model_path, host=host, port=port, settings=settings),
         host=host,
