@@ -14,13 +14,13 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product, zip_longest
+from itertools import product
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
 from strands_sglang import Journal, JournalError, TerminationReason, Trajectory
-from strands_sglang.credit import Episode, RowsFileError, TrainingRow, TrainingRows, losses, policy_loss, training_rows
+from strands_sglang.credit import RowsFileError, TrainingRow, TrainingRows, losses, policy_loss
 from strands_sglang.shown import counted, one_line, visible
 from strands_sglang.trajectory.recording import Difference
 from strands_sglang.viewer import Finding, Group, UnreadableError, as_group, findings, read_episodes, render
@@ -283,7 +283,7 @@ _CONTRADICTIONS = (
 )
 _CREDIT = (
     *("mask-not-sampled", "mask-off-policy", "not-trained", "trained-twice", "advantage", "weight"),
-    *("reward-sibling", "group"),
+    *("reward-sibling", "group", "left-out"),
 )
 """Kinds of findings that mean that a file is not what was recorded; others tell how the episode went."""
 
@@ -362,41 +362,37 @@ def replay_step(folder: Path) -> Iterator[Replayed]:
         yield Replayed(str(folder / ROWS), {"record": f"cannot be read: {one_line(error)}"})
         return
     found = findings(groups)
-    entries: dict[str, Replayed] = {}
-    episodes = []
+    trained = {row.episode for row in rows}
+    is_whole = bool(rows.settings) and all(one.has_trajectory for group in groups for one in group.episodes)
+    loss, now = _loss_again(rows)
+    wrong = {
+        row.episode: (row, weight) for row, weight in zip(rows, _weights(rows), strict=True) if not _fits(row, weight)
+    }
     for group in groups:
         for inspected in group.episodes:
-            replayed = entries[inspected.id] = Replayed(f"{folder.name}/{inspected.id}", recorded=inspected.trajectory)
+            replayed = Replayed(f"{folder.name}/{inspected.id}", recorded=inspected.trajectory)
             own = (one for one in found if one.episode in (inspected.id, None) and one.group in (group.id, None))
             if not inspected.has_trajectory:
                 replayed.stages["record"] = "its trajectory is not in the folder"
-            elif _check_record(replayed, group, own):
+            elif _check_record(replayed, group, own):  # the doctor makes the rows again
                 replayed.stages |= dict.fromkeys(("agent", "tools", "outcome", "reward"), "the task is not in the file")
-                facts = rows.episodes.get(inspected.id, {})
-                known = {name: facts.get(name) for name in ("reward", "group", "outcome")}
-                turns = {int(turn): value for turn, value in (facts.get("turn_rewards") or {}).items()}
-                episodes.append(Episode(inspected.trajectory, id=inspected.id, turn_rewards=turns, **known))
-    loss, now = _loss_again(rows)
-    trained = {row.episode for row in rows}
-    again: dict[str, list[TrainingRow]] = {}
-    is_whole = bool(rows.settings) and len(episodes) == len(entries)
-    if is_whole:
-        for row in training_rows(episodes, **rows.settings):
-            again.setdefault(row.episode, []).append(row)
-        weights = dict(zip(map(id, rows), _weights(rows), strict=True))
-    for name, replayed in entries.items():
-        if replayed.stages.get("record") == SAME:
-            if is_whole:
-                pairs = [(row, weights[id(row)]) for row in rows if row.episode == name]
-                _compare_rows(replayed, pairs, again.get(name, []))
-            else:
-                replayed.stages["credit"] = "not all of the batch, or its settings, is in the file"
-            if replayed.difference is None:
-                replayed.stages["loss"] = loss if name in trained else MISSING
-                if replayed.stages["loss"] == DIFFERS and rows.loss is not None:
+                replayed.stages["credit"] = (
+                    SAME if is_whole else "not all of the batch, or its settings, is in the file"
+                )
+                replayed.stages["loss"] = loss if inspected.id in trained else MISSING
+                if is_whole and inspected.id in wrong:
+                    row, weight = wrong[inspected.id]
+                    at = row.spans[-1].turn
+                    replayed.differs(Difference("loss_weight", at, None, row.loss_weight, weight, "credit"))
+                elif replayed.stages["loss"] == DIFFERS and rows.loss is not None:
                     what = f"the loss {rows.loss.name}"
                     replayed.differs(Difference(what, None, None, rows.loss.value, now, "loss"))
-        yield replayed
+            yield replayed
+
+
+def _fits(row: TrainingRow, weight: float | None) -> bool:
+    known = row.loss_weight
+    return known is None or weight is None or math.isclose(known, weight, rel_tol=1e-6)
 
 
 def _loss_again(rows: TrainingRows) -> tuple[str, float | None]:
@@ -428,39 +424,6 @@ def _weights(rows: TrainingRows) -> list[float | None]:
         if fitting > most:
             best, most = weights, fitting
     return best
-
-
-def _compare_rows(
-    replayed: Replayed, recorded: Sequence[tuple[TrainingRow, float | None]], now: Sequence[TrainingRow]
-) -> None:
-    """Compare the rows of an episode, each with its weight, to those that are made now."""
-    for then, weight in recorded:
-        row = next((one for one in now if one.token_ids == then.token_ids), None)
-        last = then.spans[-1].turn
-        if row is None:
-            replayed.differs(Difference("a row that is not made any more", last, stage="credit"))
-            return
-        for name in ("loss_mask", "advantages", "logprobs", "versions"):
-            pairs = enumerate(zip_longest(getattr(then, name), getattr(row, name)))
-            at = next((at for at, (one, other) in pairs if one != other), None)
-            if at is not None:
-                value, again = (getattr(one, name)[at] for one in (then, row))
-                replayed.differs(Difference(name, _turn_at(then, at), at, value, again, "credit"))
-                return
-        is_known = then.loss_weight is not None and weight is not None
-        if is_known and not math.isclose(then.loss_weight or 0, weight or 0, rel_tol=1e-6):
-            replayed.differs(Difference("loss_weight", last, None, then.loss_weight, weight, "credit"))
-            return
-    replayed.stages["credit"] = SAME
-
-
-def _turn_at(row: TrainingRow, position: int) -> int | None:
-    stop = 0
-    for span in row.spans:
-        stop += span.prompt_tokens + span.sampled_tokens
-        if position < stop:
-            return span.turn
-    return None
 
 
 # --- what people read ---
