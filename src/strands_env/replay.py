@@ -278,8 +278,8 @@ def _check_record(replayed: Replayed, group: Group, found: Iterable[Finding]) ->
 
 
 _CONTRADICTIONS = (
-    *("logprobs-shifted", "logprobs", "id-text", "ids", "version-falls", "version", "experts-missing"),
-    *("changed", "structure", "reward"),
+    *("logprobs-shifted", "logprobs", "id-text", "ids", "version-falls", "version"),
+    *("version-missing", "experts-missing", "changed", "structure", "reward"),
 )
 _CREDIT = (
     *("mask-not-sampled", "mask-off-policy", "not-trained", "trained-twice", "advantage", "weight"),
