@@ -725,6 +725,8 @@ def test_an_evaluation_has_scores_and_nothing_of_training(size, axe, chatml_toke
         if one["impact"] in ("serious", "critical")
     ] == []
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    page.evaluate("location.hash = '#siblings-0'")
+    page.locator(".siblings .caption", has_text="; target: ").wait_for()
 
 
 def test_an_evaluated_episode_opens_at_its_final_answer(reports, open_page):
@@ -743,6 +745,9 @@ def test_tasks_are_sorted_filtered_and_opened(reports, open_page):
         shown = [float(text) for text in column(page, name)]
         assert len(shown) > 10 and shown == sorted(shown, reverse=sign < 0)
     assert page.locator("[aria-sort=descending]").inner_text() == "Tokens ▼"
+    page.locator(".report .caption a").click()
+    page.wait_for_selector(".overview")
+    page.go_back()
     page.get_by_label("Filter the tasks").fill("17:")
     assert set(column(page, "Task")) == {"17", "117"} and "2 of 200 shown" in page.locator(".report").inner_text()
     page.get_by_label("Filter the tasks").fill("")

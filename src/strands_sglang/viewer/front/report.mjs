@@ -66,6 +66,7 @@ export class ReportView {
       ...report.notes.map((note) => h("p.caption", {}, note)),
       h("div.blocks", {}, report.tables.map(plain), this.plot, ...report.plots.map(picture)),
       h("h2", {}, counted(report.tasks.length, "task")),
+      h("p.caption", {}, "Every answer is next to its target in the ", h("a", { href: "#overview" }, "overview"), "."),
       h("div.bar", {}, this.filter, this.state, names.length > 0 && h("label", {}, "metric of the table and its plot ", this.metric), this.shown),
       this.table.viewport,
     );

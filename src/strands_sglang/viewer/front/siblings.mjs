@@ -77,7 +77,8 @@ export class Siblings {
     this.viewport.scrollTop = 0;
     this.layOut();
     const more = own.length - bodies.length;
-    this.summary.textContent = this.told + (more > 0 ? `; ${more} more episodes are not shown here` : "");
+    const { target } = app.index.episodes[own[0]];
+    this.summary.textContent = [this.told, more > 0 && `${more} more episodes are not shown here`, target && `target: ${target}`].filter(Boolean).join("; ");
   }
 
   entry(lane, at) {
