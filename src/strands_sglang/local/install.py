@@ -231,6 +231,7 @@ def sglang_environment(*, threads: int) -> dict[str, str]:
     """
     return clean_environment(
         PYTHONPATH=os.fspath(SHIM_DIRECTORY),
+        PYTHONSAFEPATH="1",  # a user's click.py in the current folder is not the package
         PYTHONUNBUFFERED="1",
         SGLANG_USE_CPU_ENGINE="1",
         OMP_NUM_THREADS=str(threads),

@@ -534,6 +534,15 @@ def test_server_that_stays_unhealthy_is_stopped(python, model, tmp_path, monkeyp
 
 
 @on_linux
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="SGLang needs Python 3.11")
+def test_files_in_the_current_folder_are_not_taken_for_packages(tmp_path):
+    (tmp_path / "argparse.py").write_text("raise SystemExit(3)")
+    command = [sys.executable, "-m", "json.tool", "--help"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 3
+    env = install.sglang_environment(threads=1)
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, env=env).returncode == 0
+
+
 def test_no_connection_can_take_the_port_of_a_loading_server():
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])  # what the kernel chooses from
     ports = [free_port("127.0.0.1") for _ in range(20)]
