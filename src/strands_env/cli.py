@@ -339,7 +339,7 @@ _OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "--region": ("NAME", "bedrock: the AWS region"),
         "--temperature": ("X", "sampling temperature", {"type": finite}),
         "--top-p": ("X", "sample from this share of the probability", {"type": finite}),
-        "--max-new-tokens": ("N", "tokens of one answer", {"type": at_least_one}),
+        "--max-new-tokens": ("N", "tokens of one answer; by default up to the context", {"type": at_least_one}),
         "--sampling-params": ("JSON", "further sampling parameters", _JSON),
         "--model-args": ("JSON", "further configuration of the model", _JSON),
         "--client-args": ("JSON", "sglang, openai: arguments of the client", _JSON),

@@ -41,6 +41,7 @@ from .eval.metrics import (
     compare,
     costs,
     difference_rows,
+    ending,
     failure_causes,
     headline,
     interval_text,
@@ -454,7 +455,7 @@ def _costs(samples: Sequence[EvalSample], prices: Prices | None, spent: Mapping[
 
 
 def _configuration(differing: Mapping[str, tuple[Any, Any]]) -> list[Table]:
-    rows = [[name, f"{a!r:.80}", f"{b!r:.80}"] for name, (a, b) in differing.items()]
+    rows = [[name, ending(a), ending(b)] for name, (a, b) in differing.items()]
     return [Table(title="What differs in the configurations", head=["", "A", "B"], rows=rows)] if rows else []
 
 

@@ -264,11 +264,12 @@ def doctor(arguments: argparse.Namespace, groups: list[Group]) -> int:
     """Print what is wrong with recorded episodes; return the exit code."""
     from dataclasses import asdict
 
-    from .inspection.doctor import findings, has_tokens, lines, summary
+    from .inspection.doctor import FLAT, findings, has_tokens, lines, summary
 
     with waiting("checking"):
         found = findings(groups)
-    code = 0 if has_tokens(groups) and not found else FAILED
+    is_sound = all(finding.kind == FLAT for finding in found)  # any run has flat groups
+    code = 0 if has_tokens(groups) and is_sound else FAILED
     if arguments.json:
         listed = [{**asdict(finding), "where": finding.where} for finding in found]
         return say(json.dumps(listed, ensure_ascii=True, indent=2), code=code)
@@ -276,7 +277,7 @@ def doctor(arguments: argparse.Namespace, groups: list[Group]) -> int:
     for line in lines(found):
         kind = line.partition(":")[0]
         first, *others = wrapped(line) if terminal.is_terminal(sys.stdout) else [line]  # a line each
-        shown += [first.replace(kind, paint(kind, "red"), 1), *others]
+        shown += [first.replace(kind, paint(kind, "yellow" if kind == FLAT else "red"), 1), *others]
     code = say(*shown, paint(summary(groups, found), "red" if code else "green"), code=code)
     if found and code == FAILED:  # not if no one reads the output
         tell(f"next: {shlex.join(['strands-sglang', 'view', *map(str, arguments.files), '--open'])}")

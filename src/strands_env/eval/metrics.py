@@ -44,6 +44,7 @@ SUCCESS_THRESHOLD = 1.0
 """Default of the least reward of a success."""
 
 _MAX_SHOWN = 5
+_MOST_CHARS = 60
 """Most tasks that a comparison names, and most causes of failures."""
 
 _NUMBERS = re.compile(r"(?<![\d.:])(?<!HTTP )(?<!code )\d+(\.\d+)*")
@@ -822,8 +823,14 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     moved = [f"{name} {first} -> {second}" for name, (first, second) in comparison.ends.items() if first != second]
     lines += wrapped(f"ends: {', '.join(moved)}") if moved else []
     for name, (first, second) in comparison.configuration.items():
-        lines += wrapped(f"{name}: {first!r:.60} -> {second!r:.60}")
+        lines += wrapped(f"{name}: {ending(first)} -> {ending(second)}")
     return lines
+
+
+def ending(value: Any) -> str:
+    """Return a setting, or its end: two paths differ there."""
+    text = repr(value)
+    return text if len(text) <= _MOST_CHARS else f"…{text[1 - _MOST_CHARS :]}"
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -13,6 +13,8 @@ from typing import Any
 from ..shown import counted, visible
 from .records import Finding, Group, count_tokens, turns_of
 
+FLAT = "flat-group"
+
 KINDS: Mapping[str, str] = {
     "logprobs-shifted": "logprobs belong to the token before or after",
     "logprobs": "a logprob is missing, is not the recorded one, or cannot be one",
@@ -30,7 +32,7 @@ KINDS: Mapping[str, str] = {
     "reward-sibling": "an episode has the reward of a sibling",
     "reward": "a reward is not the recorded one",
     "reward-failure": "an episode has a reward although the infrastructure failed",
-    "flat-group": "all episodes of a group have the same reward, so it trains nothing",
+    FLAT: "all episodes of a group have the same reward, so it trains nothing",
     "advantage": "an advantage does not follow from the rewards",
     "weight": "a weight or a count behind it does not follow from the rows",
     "experts-missing": "routed experts lack rows",

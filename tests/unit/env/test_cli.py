@@ -17,6 +17,7 @@ import pytest
 from strands_env.cli import main
 from strands_env.eval import Evaluator, register_eval
 from strands_env.eval.evaluator import REGISTERED
+from strands_env.eval.metrics import ending
 from strands_sglang.testing import ScriptedAnswer, ScriptedResponse, ScriptedSGLang
 from support.agents import call
 from support.environments import lines
@@ -460,6 +461,12 @@ def test_an_unreadable_ground_truth_is_reported_before_any_run(command, server, 
     error = capsys.readouterr().err.strip()
     assert error.startswith(f"strands-env: {dataset}, line 8: ") and len(error.splitlines()) == 1
     assert not server.requests and not (tmp_path / "out").exists()
+
+
+def test_a_comparison_shows_where_long_settings_end():
+    path = "/a/long/folder/name" * 5
+    assert ending(f"{path}/step-1") == f"…{path[-51:]}/step-1'" and len(ending(f"{path}/step-1")) == 60
+    assert ending("x" * 58) == f"'{'x' * 58}'"
 
 
 def test_arguments_of_a_reward_are_part_of_the_configuration(command, tmp_path, capsys):

@@ -654,6 +654,16 @@ def test_the_command_tells_each_finding_in_a_line(healthy, tmp_path, capsys):
     assert code == 1 and json.loads(out)[0]["kind"] == "mask-not-sampled"
 
 
+def test_a_flat_group_is_told_and_is_no_error(chatml_tokenizer, tmp_path, capsys):
+    (tmp_path / "trajectories").mkdir()
+    episodes = [credit.Episode(record(chatml_tokenizer, n, answers=1), 0.5, "g", f"e{n}") for n in range(2)]
+    for one in episodes:
+        one.trajectory.save(tmp_path / "trajectories" / f"{one.id}.safetensors")
+    credit.training_rows(episodes).save(tmp_path / "rows.safetensors")
+    code, out, err = doctor(capsys, tmp_path)
+    assert code == 0 and out.startswith("flat-group: ") and "1 finding in 2 episodes" in out and not err
+
+
 def test_an_evaluation_without_trajectories_is_not_called_right(capsys):
     folder = Path(__file__).parents[2] / "fixtures" / "0.5.0" / "command" / "out"
     assert main(["doctor", str(folder)]) == 1
