@@ -1,4 +1,4 @@
-"""Train SmolLM2-135M-Instruct to use a calculator, on two cores and without a GPU; `make rl-demo` runs this.
+"""Train SmolLM2-135M-Instruct to use a calculator, or on a task of yours, on two cores; `make rl-demo` runs this.
 
     python examples/grpo_cpu [--output FOLDER] [--task NAME] [--steps N] [--seed N] [--tree] [--fast] ...
 
@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -69,7 +70,8 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
 
 def read_options() -> argparse.Namespace:
     """Read the command line; each setting of a run is an option."""
-    parser = argparse.ArgumentParser(prog="python examples/grpo_cpu", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=f"python {sys.argv[0]}", description=__doc__.splitlines()[0])
+    told = dict(re.findall(r"^ +(\w+): (.+)$", Settings.__doc__ or "", re.M))
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder of the run; by default in out/")
     parser.add_argument("--fast", action="store_true", help="a tiny random model, and three short steps")
     parser.add_argument("--rollouts", choices=sorted(WAYS), default="exact", help="how episodes are recorded")
@@ -85,7 +87,7 @@ def read_options() -> argparse.Namespace:
                 f"--{setting.name.replace('_', '-')}",
                 type=kind,
                 metavar="N" if kind is int else "X",
-                help=f"by default {setting.default}{fast}",
+                help=f"{told[setting.name].replace('%', '%%')} By default {setting.default}{fast}.",
             )
     options = parser.parse_args()
     least = {"tree": 0, "steps": 1, "tasks": 1, "samples": 2, "held_out": 1, "held_out_samples": 1, "max_new_tokens": 1}
