@@ -15,8 +15,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,15 +219,6 @@ class Servers:
         if server is None:
             raise ValueError(f"{base_url!r} is not one of this client's servers: {', '.join(self._by_url)}")
         return server
-
-    @contextmanager
-    def waiting(self, call: object) -> Iterator[None]:
-        """While a call lasts, it counts as waiting for the servers that it has failed at."""
-        try:
-            yield
-        finally:
-            for server in self.all:
-                server.forget(call)
 
     def up(self) -> tuple[Server, ...]:
         """Return the servers in rotation, or all servers if none is."""

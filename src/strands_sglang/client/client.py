@@ -694,36 +694,41 @@ async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: 
         SGLangClientError: There is no response.
     """
     servers, session, retries = request.servers, request.session, RetryState(policy, request.servers)
-    with request.cancellation.watched() as request.signaled, servers.waiting(retries):
-        while True:
-            request.raise_if_over()
-            try:
-                outcome = await attempt()
-            except Exception as error:
-                if not session.closed or isinstance(error, SGLangClientError):
-                    raise
-                outcome = Failure(FailureKind.FINAL, SGLangConnectionError(f"{request.server.base_url}: {error}"))
-            server = request.server
-            if not isinstance(outcome, Failure):
-                servers.note_answer(server)
-                return outcome
-            request.failure = outcome
-            if session.closed:
+    try:
+        with request.cancellation.watched() as request.signaled:
+            while True:
                 request.raise_if_over()
-            servers.note_failure(server, outcome.kind)
-            can_move = server.is_out and not all(other.is_out for other in servers.all)
-            # No caller waits for a server out of rotation while others are in it.
-            delay = None if can_move and request.only is not None else retries.next_delay(outcome)
-            if delay is None:
-                raise retries.explain(outcome)
-            left = math.inf if can_move else min(retries.seconds_left(outcome), request.cancellation.seconds_left)
-            server.log_failure(outcome, retries, time.monotonic() + left)
-            report_retry(server.base_url, outcome.kind.value, retries.retries)
-            if can_move:
-                delay = 0.0
-            if delay >= request.cancellation.seconds_left:
-                raise request.deadline_error() from outcome.error
-            await request.until(session.closing, timeout=delay)
+                try:
+                    outcome = await attempt()
+                except Exception as error:
+                    if not session.closed or isinstance(error, SGLangClientError):
+                        raise
+                    outcome = Failure(FailureKind.FINAL, SGLangConnectionError(f"{request.server.base_url}: {error}"))
+                server = request.server
+                if not isinstance(outcome, Failure):
+                    servers.note_answer(server)
+                    return outcome
+                request.failure = outcome
+                if session.closed:
+                    request.raise_if_over()
+                servers.note_failure(server, outcome.kind)
+                can_move = server.is_out and not all(other.is_out for other in servers.all)
+                # No caller waits for a server out of rotation while others are in it.
+                delay = None if can_move and request.only is not None else retries.next_delay(outcome)
+                if delay is None:
+                    raise retries.explain(outcome)
+                left = math.inf if can_move else min(retries.seconds_left(outcome), request.cancellation.seconds_left)
+                server.log_failure(outcome, retries, time.monotonic() + left)
+                report_retry(server.base_url, outcome.kind.value, retries.retries)
+                if can_move:
+                    delay = 0.0
+                if delay >= request.cancellation.seconds_left:
+                    raise request.deadline_error() from outcome.error
+                await request.until(session.closing, timeout=delay)
+    finally:
+        if retries.retries:
+            for server in servers.all:
+                server.forget(retries)
 
 
 async def ask_once(
