@@ -687,7 +687,7 @@ def score_results(arguments: argparse.Namespace) -> int:
 
 def replay_episodes(arguments: argparse.Namespace) -> int:
     """Run recorded episodes again; return the exit code."""
-    from .replay import Replayed, as_data, replay, replay_page, summary
+    from .replay import Replayed, as_data, is_evaluation, recorded_in, replay, replay_page, summary
 
     makes_page = writes_page(arguments)
     for file in arguments.files:
@@ -699,16 +699,20 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
     done: list[Replayed] = []
 
     async def run() -> None:
-        for file in chain.from_iterable(map(evaluations_in, arguments.files)):
+        parts = [*chain.from_iterable(recorded_in(Path(file)) or [Path(file)] for file in arguments.files)]
+        made: tuple[str | None, Any] = (None, None)
+        for part in parts:
+            evaluation = str(part) if is_evaluation(part) else ""  # what is none has the options' environment
             try:
-                make = environment_of_run(arguments, file)
+                if made[0] != (evaluation or part.suffix):
+                    made = evaluation or part.suffix, environment_of_run(arguments, str(part))
             except (ValueError, TypeError, OSError, ImportError) as error:
-                if len(arguments.files) == 1:
+                if len(parts) == 1:
                     raise
-                done.append(Replayed(file, {"agent": f"the environment cannot be made: {one_line(error)}"}))
+                done.append(Replayed(str(part), {"agent": f"the environment cannot be made: {one_line(error)}"}))
                 tell(paint(str(done[-1]), "yellow"))
                 continue
-            async for one in replay([file], make, tools=arguments.tools):
+            async for one in replay([part], made[1], tools=arguments.tools):
                 done.append(one)
                 if not one.is_same and not arguments.json:
                     say(paint(str(one), "yellow" if one.difference is None else "red"))
@@ -733,22 +737,17 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
     return code
 
 
-def evaluations_in(file: str) -> list[str]:
-    """Return the evaluations in a folder and the folders in it; the file or folder itself if there are none."""
-    ending = ".run.json"
-    return [f"{plan}".removesuffix(ending) + ".jsonl" for plan in sorted(Path(file).rglob(f"*{ending}"))] or [file]
-
-
 def environment_of_run(arguments: argparse.Namespace, file: str) -> Any:
     """A function that makes the environment of recorded episodes: that of their evaluation, with the options' changes.
 
-    None if neither names one.
+    None if neither names one, and for training steps.
 
     Raises:
-        ValueError: An option is wrong, or the evaluation's environment cannot be made here.
+        ValueError: An option is wrong or missing, or the evaluation's environment cannot be made here.
     """
     from .eval import CheckpointError
     from .eval.checkpoint import read_run
+    from .replay import ROWS
 
     try:
         config: dict[str, Any] = dict(read_run(file).config)
@@ -760,8 +759,11 @@ def environment_of_run(arguments: argparse.Namespace, file: str) -> Any:
     recorded: dict[str, Any] = {name: config[name] for name in names if name in config}
     recorded |= {"model": config.get("model_id"), "model_args": config.get("config", {})}
     merged = argparse.Namespace(**{**known, **recorded, **given, "base_url": "http://127.0.0.1:9"})
-    if merged.env is None:
+    is_step = Path(file).name == ROWS or (Path(file) / ROWS).is_file()
+    if merged.env is None or is_step:  # a training step has no tasks
         return None
+    if merged.backend == "sglang" and not (merged.model or merged.tokenizer):
+        raise ValueError(f"{file}: no model is recorded with it: name --model or --tokenizer")
     return named_environment(merged, model_factory_of(merged, model_config(merged)))[0]
 
 

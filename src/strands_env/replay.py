@@ -108,6 +108,23 @@ def _shown(value: Any) -> str:
 # --- what files hold ---
 
 
+def recorded_in(path: Path) -> list[Path]:
+    """Return the evaluations, journals and training steps in a folder and the folders in it; what is one, by itself."""
+    if (path / ROWS).is_file() or is_evaluation(path) or not path.is_dir():
+        return [path]
+    found = {*path.rglob("*.run.json"), *path.rglob("*.journal"), *path.rglob(ROWS)}
+    # Those in a folder of journals are of samples that have not ended.
+    inner = sorted(one for one in found if one.parent.suffix != ".journals") or sorted(path.glob("*.safetensors"))
+    ending = ".run.json"
+    results = {one: one.with_name(f"{one.name.removesuffix(ending)}.jsonl") for one in inner if ending in one.name}
+    return [results.get(one, one) for one in inner]
+
+
+def is_evaluation(path: Path) -> bool:
+    """Whether a path is that of an evaluation: its folder, or its results file."""
+    return results_file(path).with_suffix(".run.json").is_file()
+
+
 def recorded_episodes(path: str | PathLike[str]) -> Iterator[RecordedEpisode | Path | tuple[str, Exception]]:
     """Yield the episodes of a file or folder, one at a time.
 
@@ -121,17 +138,14 @@ def recorded_episodes(path: str | PathLike[str]) -> Iterator[RecordedEpisode | P
     path = Path(path)
     if (path / ROWS).is_file() or path.name == ROWS:
         yield path if path.is_dir() else path.parent
-    elif results_file(path).with_suffix(".run.json").is_file():
+    elif is_evaluation(path):
         yield from _samples(path)
     elif path.is_dir():
-        found = {*path.rglob("*.run.json"), *path.rglob("*.journal"), *path.rglob(ROWS)}
-        # Those in a folder of journals are of samples that have not ended.
-        inner = sorted(one for one in found if one.parent.suffix != ".journals") or sorted(path.glob("*.safetensors"))
+        inner = recorded_in(path)
         if not inner:
             yield str(path), NotEnoughError("no recorded episodes: no evaluation, journal, trajectory or training step")
         for one in inner:
-            name = one.name.removesuffix(".run.json")
-            yield from recorded_episodes(one if name == one.name else one.with_name(f"{name}.jsonl"))
+            yield from recorded_episodes(one)
     else:
         try:
             path.stat()

@@ -814,6 +814,23 @@ def test_the_command_replays_an_evaluation_as_it_was_run(shop_results, capsys, t
     assert cli.main(["replay", str(tmp_path / "nothing")]) == 2
 
 
+def test_the_command_replays_all_that_a_folder_holds(shop_results, recorded, tmp_path, capsys):
+    """A run has training steps besides its evaluations; one with an environment that is gone does not end the rest."""
+    shutil.copytree(recorded / "step-0", tmp_path / "run" / "steps" / "step-000001")
+    shutil.move(shop_results, tmp_path / "run" / "evaluation")
+    assert len(TrainingRows.load(recorded / "step-0" / "rows.safetensors").episodes) == 8
+    capsys.readouterr()
+    assert cli.main(["replay", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == "12 of 12 episodes replayed without a difference\n"
+    assert cli.main(["replay", str(tmp_path / "run"), "--env", "nothing"]) == 1
+    told = capsys.readouterr()
+    assert told.out == "8 of 9 episodes replayed without a difference\n     1  not compared\n"
+    assert "results.jsonl: not compared (agent: the environment cannot be made: --env nothing: no such name" in told.err
+    (tmp_path / "one.journal").touch()
+    assert cli.main(["replay", str(tmp_path / "one.journal"), "--env", "calculator"]) == 2
+    assert "no model is recorded with it: name --model or --tokenizer" in capsys.readouterr().err
+
+
 def test_stopping_leaves_a_report(shop_results, monkeypatch, capsys):
     """Ctrl-C in the middle: what was seen is reported."""
     from strands_env import replay as module
