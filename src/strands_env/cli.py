@@ -687,7 +687,7 @@ def score_results(arguments: argparse.Namespace) -> int:
 
 def replay_episodes(arguments: argparse.Namespace) -> int:
     """Run recorded episodes again; return the exit code."""
-    from .replay import Replayed, as_data, is_evaluation, recorded_in, replay, replay_page, summary
+    from .replay import Replayed, as_data, is_evaluation, is_step, recorded_in, replay, replay_page, summary
 
     makes_page = writes_page(arguments)
     for file in arguments.files:
@@ -700,19 +700,19 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
 
     async def run() -> None:
         parts = [*chain.from_iterable(recorded_in(Path(file)) or [Path(file)] for file in arguments.files)]
-        made: tuple[str | None, Any] = (None, None)
+        made: dict[str, Any] = {}  # of the last evaluation, or by the options alone
         for part in parts:
-            evaluation = str(part) if is_evaluation(part) else ""  # what is none has the options' environment
+            key = str(part) if is_evaluation(part) else ""
             try:
-                if made[0] != (evaluation or part.suffix):
-                    made = evaluation or part.suffix, environment_of_run(arguments, str(part))
+                if key not in made and not is_step(part):  # a step has no tasks
+                    made = {key: environment_of_run(arguments, str(part))}
             except (ValueError, TypeError, OSError, ImportError) as error:
                 if len(parts) == 1:
                     raise
                 done.append(Replayed(str(part), {"agent": f"the environment cannot be made: {one_line(error)}"}))
                 tell(paint(str(done[-1]), "yellow"))
                 continue
-            async for one in replay([part], made[1], tools=arguments.tools):
+            async for one in replay([part], made.get(key), tools=arguments.tools):
                 done.append(one)
                 if not one.is_same and not arguments.json:
                     say(paint(str(one), "yellow" if one.difference is None else "red"))
@@ -740,14 +740,13 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
 def environment_of_run(arguments: argparse.Namespace, file: str) -> Any:
     """A function that makes the environment of recorded episodes: that of their evaluation, with the options' changes.
 
-    None if neither names one, and for training steps.
+    None if neither names one.
 
     Raises:
         ValueError: An option is wrong or missing, or the evaluation's environment cannot be made here.
     """
     from .eval import CheckpointError
     from .eval.checkpoint import read_run
-    from .replay import ROWS
 
     try:
         config: dict[str, Any] = dict(read_run(file).config)
@@ -759,8 +758,7 @@ def environment_of_run(arguments: argparse.Namespace, file: str) -> Any:
     recorded: dict[str, Any] = {name: config[name] for name in names if name in config}
     recorded |= {"model": config.get("model_id"), "model_args": config.get("config", {})}
     merged = argparse.Namespace(**{**known, **recorded, **given, "base_url": "http://127.0.0.1:9"})
-    is_step = Path(file).name == ROWS or (Path(file) / ROWS).is_file()
-    if merged.env is None or is_step:  # a training step has no tasks
+    if merged.env is None:
         return None
     if merged.backend == "sglang" and not (merged.model or merged.tokenizer):
         raise ValueError(f"{file}: no model is recorded with it: name --model or --tokenizer")

@@ -11,6 +11,7 @@ import asyncio
 import base64
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -110,14 +111,17 @@ def _shown(value: Any) -> str:
 
 def recorded_in(path: Path) -> list[Path]:
     """Return the evaluations, journals and training steps in a folder and the folders in it; what is one, by itself."""
-    if (path / ROWS).is_file() or is_evaluation(path) or not path.is_dir():
+    if is_step(path) or is_evaluation(path) or not path.is_dir():
         return [path]
     found = {*path.rglob("*.run.json"), *path.rglob("*.journal"), *path.rglob(ROWS)}
     # Those in a folder of journals are of samples that have not ended.
     inner = sorted(one for one in found if one.parent.suffix != ".journals") or sorted(path.glob("*.safetensors"))
-    ending = ".run.json"
-    results = {one: one.with_name(f"{one.name.removesuffix(ending)}.jsonl") for one in inner if ending in one.name}
-    return [results.get(one, one) for one in inner]
+    return [Path(re.sub(r"\.run\.json$", ".jsonl", str(one))) for one in inner]
+
+
+def is_step(path: Path) -> bool:
+    """Whether a path is that of a training step: its folder, or the file of its rows."""
+    return path.name == ROWS or (path / ROWS).is_file()
 
 
 def is_evaluation(path: Path) -> bool:
@@ -136,7 +140,7 @@ def recorded_episodes(path: str | PathLike[str]) -> Iterator[RecordedEpisode | P
         Episodes; the folders of training steps; and the name of what cannot be read, with the reason.
     """
     path = Path(path)
-    if (path / ROWS).is_file() or path.name == ROWS:
+    if is_step(path):
         yield path if path.is_dir() else path.parent
     elif is_evaluation(path):
         yield from _samples(path)
@@ -379,9 +383,8 @@ def replay_step(folder: Path) -> Iterator[Replayed]:
     trained = {row.episode for row in rows}
     is_whole = bool(rows.settings) and all(one.has_trajectory for group in groups for one in group.episodes)
     loss, now = _loss_again(rows)
-    wrong = {
-        row.episode: (row, weight) for row, weight in zip(rows, _weights(rows), strict=True) if not _fits(row, weight)
-    }
+    weights = zip(rows, _weights(rows), strict=True) if is_whole else ()
+    wrong = {row.episode: (row, weight) for row, weight in weights if not _fits(row, weight)}
     for group in groups:
         for inspected in group.episodes:
             replayed = Replayed(f"{folder.name}/{inspected.id}", recorded=inspected.trajectory)
@@ -394,7 +397,7 @@ def replay_step(folder: Path) -> Iterator[Replayed]:
                     SAME if is_whole else "not all of the batch, or its settings, is in the file"
                 )
                 replayed.stages["loss"] = loss if inspected.id in trained else MISSING
-                if is_whole and inspected.id in wrong:
+                if inspected.id in wrong:
                     row, weight = wrong[inspected.id]
                     at = row.spans[-1].turn
                     replayed.differs(Difference("loss_weight", at, None, row.loss_weight, weight, "credit"))
@@ -405,6 +408,7 @@ def replay_step(folder: Path) -> Iterator[Replayed]:
 
 
 def _fits(row: TrainingRow, weight: float | None) -> bool:
+    """Whether a row has a weight, or none is known."""
     known = row.loss_weight
     return known is None or weight is None or math.isclose(known, weight, rel_tol=1e-6)
 
@@ -425,16 +429,14 @@ def _loss_again(rows: TrainingRows) -> tuple[str, float | None]:
 
 def _weights(rows: TrainingRows) -> list[float | None]:
     """Return the weights that the rows have in the loss that most of them fit; the recorded ones if there is none."""
-    recorded = [row.loss_weight for row in rows]
-    best: list[Any] = recorded
+    best: list[Any] = [row.loss_weight for row in rows]
     most = len(rows) // 2
     for normalizer, loss in product(("episode_mean", "token_mean"), losses()):
         try:
             weights = rows.weights(cast(Any, normalizer), loss, micro_batches=[range(len(rows))])
         except ValueError:  # it needs what the file does not have
             continue
-        pairs = zip(recorded, weights, strict=True)
-        fitting = sum(then is not None and math.isclose(then, now, rel_tol=1e-6) for then, now in pairs)
+        fitting = sum(map(_fits, rows, weights))
         if fitting > most:
             best, most = weights, fitting
     return best

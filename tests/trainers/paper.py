@@ -6,10 +6,11 @@ from array import array
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from strands_sglang.credit import Episode, Loss, TrainingRows, training_rows
+from strands_sglang.credit import Episode, Loss, TrainingRows, policy_loss, training_rows
 from strands_sglang.protocol.generation import Generation, VersionSpan
 from strands_sglang.reasons import Reason
 from strands_sglang.trajectory.trajectory import Trajectory
@@ -133,6 +134,15 @@ def trained_rows(model, name, clip=(0.1, 0.3)):
             loss -= mask * min(ratio * advantage, min(max(ratio, 1 - clip[0]), 1 + clip[1]) * advantage) / total
     rows.rows, rows.loss = known, Loss(name, loss, clip)
     return rows
+
+
+def check_replayed_loss(model, name):
+    """A replay computes the loss on paper, and with the trainer as the old policy the one of ratios of 1."""
+    rows = trained_rows(model, name)
+    assert policy_loss(rows) == pytest.approx(rows.loss.value, abs=1e-9)
+    rows.loss = rows.loss._replace(from_sampler=False)
+    total = sum(row.trained for row in rows)
+    assert policy_loss(rows) == pytest.approx(-sum(sum(row.advantages) for row in rows) / total, abs=1e-9)
 
 
 def relative_error(found, expected):

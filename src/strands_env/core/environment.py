@@ -258,7 +258,7 @@ Most episodes are one invocation. Across several invocations the counts continue
 """
 
 SILENT_S = 5.0
-"""Seconds without an answer after which a server, and not the policy, is why an episode has run out of time."""
+"""Seconds without an answer after which a server is named, and is why an episode has run out of time."""
 
 _NOT_IN_IDENTITY = frozenset(
     {

@@ -18,6 +18,7 @@ from strands_sglang import Outage, outages
 from strands_sglang.shown import counted
 
 from ..core import Action
+from ..core.environment import SILENT_S
 from .benchmarks import BENCHMARKS
 from .checkpoint import (
     EvalSample,
@@ -43,7 +44,6 @@ _MAX_CHECKED = 10
 """Most environments that are created to compare them with those of earlier results."""
 
 TICK = 1.0  # seconds between two updates of the progress bar's clock
-NAMED_AFTER = 5.0  # seconds after which a server that does not answer is named
 LOG_EVERY = 60.0  # seconds between two log lines where no bar is shown
 
 
@@ -398,7 +398,7 @@ async def together(
 
 def long_outages() -> list[str]:
     """Say which servers do not answer for so long that it is worth a word: a retry mends most outages in no time."""
-    return [_told(outage) for outage in outages() if outage.seconds >= NAMED_AFTER]
+    return [_told(outage) for outage in outages() if outage.seconds >= SILENT_S]
 
 
 def _told(outage: Outage) -> str:
