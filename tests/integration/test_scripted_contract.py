@@ -12,6 +12,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from strands_sglang import local
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 
 PROMPT = [11, 50, 60, 70, 80]
@@ -376,7 +377,7 @@ async def test_what_can_be_read_has_the_same_shape(pair, path):
     await pair.compare("GET", path)
 
 
-async def test_a_queue_is_reported_and_left_with_the_same_shape(own_server, pair, tiny_server):
+async def test_a_queue_is_reported_and_left_with_the_same_shape(serve):
     async def until_aborted(request):
         await asyncio.Event().wait()
 
@@ -390,26 +391,29 @@ async def test_a_queue_is_reported_and_left_with_the_same_shape(own_server, pair
             assert not ended, f"a request ended before the others came: {ended[0]!r:.500}"
             await asyncio.sleep(0)  # the scripted server answers at once
 
-    places = (await pair.real.get("/v1/loads")).json()["loads"][0]["max_running_requests"]
-    tokenizer = AutoTokenizer.from_pretrained(tiny_server.model_path)
-    server = ScriptedSGLang(tokenizer, until_aborted, context_length=pair.context_length, max_running_requests=places)
+    # A server of few places: each request may fill the context, so none ends before the others came.
+    places = 2
+    options = ("--max-running-requests", str(places))
+    narrow = serve("narrow", local.ensure_tiny_qwen3, *options, certain="a certain number of places")
+    tokenizer = AutoTokenizer.from_pretrained(narrow.model_path)
     loads, answers = [], []
-    async with httpx.AsyncClient(base_url="http://scripted", transport=server.transport(), timeout=None) as scripted:
-        for client in (pair.real, scripted):
-            rids = [uuid.uuid4().hex for _ in range(places + 2)]
-            bodies = [
-                generate_body(rid=rid, return_logprob=True, sampling_params={"max_new_tokens": 400, "ignore_eos": True})
-                for rid in rids
-            ]
-            tasks = []
-            for count in (places, 2):
-                tasks += [asyncio.create_task(client.post("/generate", json=bodies.pop(0))) for _ in range(count)]
-                report = await until_there_are(places, len(tasks) - places)
-            loads.append(report)
-            await client.post("/abort_request", json={"rid": rids[-1]})
-            answers.append((await tasks[-1]).json())
-            await client.post("/abort_request", json={"abort_all": True})
-            await asyncio.gather(*tasks)
+    async with httpx.AsyncClient(base_url=narrow.base_url, timeout=120) as real:
+        context_length = (await real.get("/v1/models")).json()["data"][0]["max_model_len"]
+        sampling_params = {"max_new_tokens": context_length - len(PROMPT) - 2, "ignore_eos": True}
+        server = ScriptedSGLang(tokenizer, until_aborted, context_length=context_length, max_running_requests=places)
+        async with httpx.AsyncClient(base_url="http://scripted", transport=server.transport()) as scripted:
+            for client in (real, scripted):
+                rids = [uuid.uuid4().hex for _ in range(places + 2)]
+                bodies = [generate_body(rid=rid, return_logprob=True, sampling_params=sampling_params) for rid in rids]
+                tasks = []
+                for count in (places, 2):
+                    tasks += [asyncio.create_task(client.post("/generate", json=bodies.pop(0))) for _ in range(count)]
+                    report = await until_there_are(places, len(tasks) - places)
+                loads.append(report)
+                await client.post("/abort_request", json={"rid": rids[-1]})
+                answers.append((await tasks[-1]).json())
+                await client.post("/abort_request", json={"abort_all": True})
+                await asyncio.gather(*tasks)
     assert not differences(*loads) and not differences(*answers)
     assert loads[0]["loads"][0]["queues"] == loads[1]["loads"][0]["queues"]
     assert answers[0]["meta_info"]["finish_reason"] == answers[1]["meta_info"]["finish_reason"]
