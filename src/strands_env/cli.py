@@ -1002,6 +1002,8 @@ _OPTION_OF = {
     r"\bmodel_id\b=?": "--model",
     r"\bchat_template=(<jinja text>)?": "--chat-template",
     r"\btokenizer=": "--tokenizer",  # without the sign it is a word
+    r"\b(question|answer|id)_field$": r"--\1-field",
+    r"\bpass split=": "give --split ",
     r"; use another file( for this one)?$": "; use another --output",
 }
 
@@ -1172,9 +1174,7 @@ def load_dataset(arguments: argparse.Namespace, **further: Any) -> list[Action]:
     try:
         return load_tasks(arguments.dataset, **fields, needs_answer=arguments.reward != OWN_REWARD, **further)
     except TaskError as error:
-        missing = re.search(r"\bno (question|answer): looked for", str(error))
-        hint = f"; name the field with --{missing[1]}-field" if missing else ""
-        raise ValueError(f"{str(error).replace('pass split=', 'give --split ')}{hint}") from error
+        raise ValueError(in_options(str(error))) from error
 
 
 def load_actions(arguments: argparse.Namespace, evaluator: Evaluator, reward: Any) -> list[Action]:

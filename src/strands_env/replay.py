@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -381,7 +381,8 @@ def replay_step(folder: Path) -> Iterator[Replayed]:
         return
     found = findings(groups)
     trained = {row.episode for row in rows}
-    is_whole = bool(rows.settings) and all(one.has_trajectory for group in groups for one in group.episodes)
+    episodes = chain.from_iterable(group.episodes for group in groups)
+    is_whole = bool(rows.settings) and all(one.has_trajectory for one in episodes)
     loss, now = _loss_again(rows)
     weights = zip(rows, _weights(rows), strict=True) if is_whole else ()
     wrong = {row.episode: (row, weight) for row, weight in weights if not _fits(row, weight)}
@@ -458,7 +459,7 @@ def summary(replayed: Sequence[Replayed]) -> Iterator[str]:
     for why, count in Counter(one.stages.get("loss", MISSING) for one in replayed).items():
         if why not in (SAME, DIFFERS, MISSING):
             yield f"{count:6}  loss: {why}"
-    changed = Counter(name for one in replayed for name in one.changed)
+    changed = Counter(chain.from_iterable(one.changed for one in replayed))
     if changed:
         yield f"the environment has another {', '.join(changed)} than in the record"
 
@@ -486,14 +487,19 @@ def replay_page(replayed: Iterable[Replayed]) -> str:
             continue
         pair = {"recorded": one.recorded} | ({} if one.now is None else {"now": one.now})
         group = as_group(one.name, pair)
-        sequences = enumerate(group.episodes[0].sequences)
-        holding = (at for at, sequence in sequences for step in sequence.steps if step.turn.index == difference.turn)
-        sequence = None if difference.token is None else next(holding, None)
+        sequence = None if difference.token is None else _sequence_with(group, difference.turn)
         told = described(difference)
         place = (difference.turn, sequence, difference.token)
         found.append(Finding(difference.stage, told, group.file, one.name, "recorded", *place))
         groups.append(group)
     return render(groups, found, title="Replay")
+
+
+def _sequence_with(group: Group, turn: int | None) -> int | None:
+    for at, sequence in enumerate(group.episodes[0].sequences):
+        if any(step.turn.index == turn for step in sequence.steps):
+            return at
+    return None
 
 
 def assert_replays(

@@ -143,6 +143,7 @@ class Rerun(HookProvider):
         return is_last and is_complete and self.recording.is_over()
 
     def _turn(self, use: Any) -> int | None:
-        turns = self.episode.trajectory.turns
-        made = (turn.index for turn in turns for call in turn.tool_calls if call["toolUseId"] == use["toolUseId"])
-        return next(made, None)
+        for turn in self.episode.trajectory.turns:
+            if any(call["toolUseId"] == use["toolUseId"] for call in turn.tool_calls):
+                return turn.index
+        return None

@@ -316,7 +316,8 @@ def _field(
     if name is not None and (named is None or name in row):
         raise TaskError(f"the {what} is empty (field {name!r})")
     expected = repr(named) if named is not None else ", ".join(usual)
-    raise TaskError(f"no {what}: looked for {expected} among {', '.join(map(str, row)) or 'no fields'}")
+    among = ", ".join(map(str, row)) or "no fields"
+    raise TaskError(f"no {what}: looked for {expected} among {among}; name the field with {what}_field")
 
 
 def _is_missing(value: Any) -> bool:

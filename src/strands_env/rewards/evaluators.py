@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from typing_extensions import override
@@ -44,7 +45,8 @@ class EvaluatorReward(RewardFunction):
 
         Evaluators of traces, such as `HelpfulnessEvaluator`, need a `Session` instead: `examples/evaluators` makes one.
         """
-        return [block["toolUse"]["name"] for message in messages for block in message["content"] if "toolUse" in block]
+        blocks = chain.from_iterable(message["content"] for message in messages)
+        return [block["toolUse"]["name"] for block in blocks if "toolUse" in block]
 
     @override
     def identity(self) -> dict[str, Any]:

@@ -303,7 +303,10 @@ def test_dropped_samples_are_reported_with_their_cause(command, tmp_path, capsys
         ({"--benchmark": "nothing"}, "--benchmark nothing: no such name (known: aime-2024, "),
         ({"--benchmark": "json.JSONDecoder"}, "--benchmark json.JSONDecoder: not a subclass of "),
         ({"--split": "test"}, "only a folder has splits"),
-        ({"--question-field": "q"}, "line 1: no question: looked for 'q' among id, question, answer; name the field"),
+        (
+            {"--question-field": "q"},
+            "line 1: no question: looked for 'q' among id, question, answer; name the field with --question-field",
+        ),
         ({"--region": "us-east-1"}, "--region does not apply to --backend sglang"),
         ({"--backend": "openai", "--model": "m"}, "--tokenizer does not apply to --backend openai"),
         ({"--tool-parser": "hermse"}, "there is no tool parser named"),
