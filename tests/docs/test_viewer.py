@@ -202,6 +202,7 @@ def test_a_planted_fault_is_within_two_clicks(specimen, plant, healthy, tmp_path
     shutil.copytree(healthy / specimen, folder)
     assert any(plant(folder, rng) for _ in range(20))
     groups = read([folder])
+    names = {(group.id, episode.id): episode.name for group in groups for episode in group.episodes}
     found = findings(groups)
     (tmp_path / "page.html").write_text(render(groups, found), encoding="utf-8")
     page = open_page(tmp_path / "page.html")
@@ -216,7 +217,7 @@ def test_a_planted_fault_is_within_two_clicks(specimen, plant, healthy, tmp_path
             assert f"Turn {finding.turn} " in page.locator("button.turn.chosen").inner_text()
         elif finding.episode is not None:
             shown = page.locator(".side select").evaluate("all => all.selectedOptions[0].text")
-            assert shown.split(" · ")[0] == finding.episode
+            assert shown.split(" · ")[0] == names[finding.group, finding.episode]
         elif finding.group is not None:
             assert page.locator(".heads .head").count() > 1
 

@@ -11,6 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +164,7 @@ class _Page:
         question, answer = _outline(episode, body)
         target = _target(episode.record)
         return {
-            "id": episode.id,
+            "id": episode.name,
             "key": episode.record.get("key"),
             "question": question,
             "answer": answer,
@@ -319,6 +320,7 @@ class _Finder:
         sequence, position, token = finding.sequence, None, finding.token
         if number is not None:
             episode = self._episodes[number]
+            finding = replace(finding, episode=episode.name)
             position = next((at for at, turn in enumerate(episode.turns) if turn.index == finding.turn), None)
             if sequence is None and position is not None:
                 turn = episode.turns[position]
