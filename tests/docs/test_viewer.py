@@ -770,6 +770,27 @@ def test_tasks_are_sorted_filtered_and_opened(reports, open_page):
     assert page.get_by_label("State").input_value() == "never solved"
 
 
+@pytest.mark.parametrize("size", [(1440, 900), (360, 740)])
+def test_tasks_that_begin_alike_are_told_apart(size, tmp_path, open_page):
+    same = "You are a careful clerk, and answer with a number. " * 10
+    own = [Action(message=f"{same}How much is {n} * 7?", task_context=TaskContext(id=f"t{n}")) for n in (25, 26)]
+    evaluator = Evaluator(StubEnvironment().factory, 2, output_path=tmp_path)
+    with ThreadPoolExecutor() as pool:  # Playwright's event loop runs in this thread
+        pool.submit(lambda: asyncio.run(evaluator.run(own))).result()
+    (tmp_path / "page.html").write_text(report_page(tmp_path, success_threshold=1.0))
+    page = open_page(tmp_path / "page.html", size=size)
+    questions = page.locator(".report .cell span[title]", has_text="* 7?")
+    assert questions.all_inner_texts() == ["…25 * 7?", "…26 * 7?"]
+    assert questions.first.evaluate("one => one.scrollWidth <= one.parentElement.clientWidth")
+    page.get_by_label("Filter the tasks").fill("26 7")
+    assert questions.all_inner_texts() == ["…26 * 7?"]
+    page.evaluate("location.hash = '#overview'")
+    assert set(page.locator(".overview .cell span[title]", has_text="* 7?").all_inner_texts()) == {
+        "…25 * 7?",
+        "…26 * 7?",
+    }
+
+
 @pytest.mark.parametrize(("name", "count"), [("report", 3), ("jars", 4)])
 def test_numbers_open_the_views_in_the_order_of_buttons(name, count, files, reports, open_page):
     page = open_page((reports[0] if name == "report" else files) / f"{name}.html")
