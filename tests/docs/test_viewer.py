@@ -321,6 +321,24 @@ def test_what_was_said_is_shown_as_it_was_said(tmp_path, open_page):
     assert page.locator(".card .body").count() == 0
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_worked_example_has_one_color_in_both_panes(scheme, tmp_path, open_page):
+    author = written.Author(written.Vocabulary(), 1)
+    turn = author.turn("Two? It is 2. Three? ", "It is 3.", [written.Said("assistant", "text", "It is 3.")])
+    parts = (("user", "Two?"), ("assistant", "It is 2."), ("user", "Three?"))
+    turn.said = tuple(written.Said(role, "text", text) for role, text in parts)
+    group = Group("said", [inspect(Trajectory.of_turns(author.turns), "said")], vocabulary=author.vocabulary.texts)
+    (tmp_path / "said.html").write_text(render([group]), encoding="utf-8")
+    page = open_page(tmp_path / "said.html", scheme=scheme)
+    messages = page.locator(".card").evaluate_all("all => all.map(one => getComputedStyle(one).borderLeftColor)")
+    tokens = page.locator(".strip .t").evaluate_all(
+        "all => all.map(one => [one.className.match(/writer-(\\w+)/)[1], getComputedStyle(one).backgroundColor])"
+    )
+    colors = dict(tokens)
+    assert messages == [colors[writer] for writer in ("user", "history", "user", "model")]
+    assert len({*messages}) == 3
+
+
 def test_a_long_message_is_shown_whole(tmp_path, open_page):
     said = "word  " * 3000
     page = open_page(page_of(tmp_path, ("assistant", "text", said)))
