@@ -53,6 +53,7 @@ from .eval.checkpoint import (
     side_file,
     time_span,
 )
+from .eval.evaluator import WINDOW_S, results_per_second
 from .eval.metrics import (
     cause_of,
     end_lines,
@@ -63,9 +64,6 @@ from .eval.metrics import (
     standard_metrics,
     table_lines,
 )
-
-WINDOW_S = 300.0
-"""Seconds over which a rate is measured."""
 
 BEGINS_WITHIN_S = 60.0
 """Seconds within which an evaluation that was just started or continued runs its first sample."""
@@ -358,13 +356,12 @@ def pace_lines(samples: Sequence[EvalSample], missing: int, now: float, window: 
     now = max(now, ends[-1][0])
     recent = [one for one in ends if now - one[0] <= window]
     since = f"last result {duration(now - ends[-1][0])} ago"
-    if len(recent) < 2 or not missing:
+    rate = results_per_second([at for at, _ in recent], now)
+    if not rate or not missing:
         return [since]
-    took = max(now - recent[0][0], 1e-3)
-    rate = (len(recent) - 1) / took
     parts = [f"{rate * 60:.1f} samples a minute", f"{duration(missing / rate)} left", since]
     if tokens := sum(tokens for _, tokens in recent[1:]):
-        parts.append(f"{tokens / took:,.1f} tokens/s")
+        parts.append(f"{tokens * rate / (len(recent) - 1):,.1f} tokens/s")
     return wrapped(", ".join(parts))
 
 
