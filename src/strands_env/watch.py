@@ -80,6 +80,9 @@ BLOWN_UP, BLOWN_UP_FROM = 30.0, 0.1
 FIRST_COLUMNS = ("eval", "kl", "entropy", "loss", "grad", "clip", "gap")
 """Columns with such a word are shown before others, after step and reward."""
 
+GAP = "gap: the trainer's logprobs minus the sampler's; stale: of older weights' tokens"
+"""Shown below the steps of a run with such a column, which other trainers do not have."""
+
 _FAILURES = ("dropped", "errored", "last failure")
 """What lines about failures begin with."""
 
@@ -436,6 +439,8 @@ def training_view(folder: Path, now: float) -> View:
     if (has_stopped or (broken and not found)) and log.exists():
         further = f"tail -n 50 {shlex.quote(str(log))}"
     if steps:
+        if is_a(" ".join(names), "gap"):
+            ends = [*wrapped(GAP), *ends]
         taken = len(lines) + len(ends) + 2 * len(alarms) + (ROWS if missing else ROWS + 2)
         room = max(0, shutil.get_terminal_size().lines - taken)
         drawn = plots(names, steps, room * 2 // 3)

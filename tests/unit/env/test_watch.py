@@ -682,6 +682,14 @@ def test_a_training_run_is_shown_by_step(tmp_path):
     assert max(map(len, view.lines)) <= 80 and view.next == f"strands-sglang doctor {tmp_path}"
 
 
+@pytest.mark.parametrize(("column", "is_told"), [("gap_stale_max", True), ("kl", False)])
+def test_columns_that_other_trainers_do_not_have_are_explained(column, is_told, tmp_path):
+    (tmp_path / "metrics.csv").write_text(f"step,reward,{column}\n1,0.5,0.25\n2,0.6,0.5\n")
+    lines = open_run(tmp_path)(time.time()).lines
+    told = "gap: the trainer's logprobs minus the sampler's; stale: of older weights' tokens"
+    assert lines[lines.index("of 3 columns") + 1 :] == [told] * is_told
+
+
 def test_a_trainer_that_is_dead_is_an_alarm(tmp_path, capsys):
     tmp_path = tmp_path / ("a-long-name-" * 9)  # its path is wider than the terminal
     tmp_path.mkdir()
