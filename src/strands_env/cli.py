@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:  # in our own process; otherwise the collector keeps walking the same live episodes
         gc.set_threshold(10_000, 10, 10)
-    terminal.accept_any_text()
+    terminal.set_up()
     parser = build_parser()
     try:
         arguments = parser.parse_args(argv)
