@@ -203,7 +203,7 @@ def tell(line: str) -> None:
 def set_up() -> None:
     """Let standard output write out what its encoding lacks, as standard error does, and transformers say no advice.
 
-    Without PyTorch, which no command needs, it would say so whenever it is imported.
+    It would report a missing PyTorch, which no command needs, whenever it is imported.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     with contextlib.suppress(AttributeError, OSError, ValueError):  # not a file, or a closed one
