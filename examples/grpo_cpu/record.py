@@ -27,6 +27,8 @@ from typing import Any
 
 STEP = "step-{:06d}"
 CHECKPOINT = "checkpoint-{}"
+EPISODE = "task-{} #{}"
+"""The name of an episode: its task, and which of the task's samples it is, as evaluations name theirs."""
 
 
 class RunError(RuntimeError):

@@ -13,6 +13,7 @@ import math
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, compress
@@ -22,7 +23,7 @@ from typing import Any
 import cpu
 import torch
 from datasets import Dataset
-from record import Run
+from record import EPISODE, Run
 from tasks import WAYS, Settings, task_of
 from threads import use_all_cores
 from torch.utils.data import DataLoader
@@ -307,7 +308,7 @@ class Recorder(TrainerCallback):
             loss=self.trainer.loss,
         )
         self.run.save_step(step, facts, saved, {name: episode.trajectory for name, episode in episodes.items()})
-        tasks = sorted(int(group.episodes[0].id.split("-")[1]) for group in new)
+        tasks = sorted(int(group.episodes[0].id.removeprefix("task-").split()[0]) for group in new)
         self.step = {**facts, "tasks": tasks, "episodes": sorted(trained)}
 
     def _of_episodes(self, groups: list[Group]) -> dict[str, float]:
@@ -392,11 +393,15 @@ def main(folder: Path, base_url: str) -> None:
     recorder = Recorder(run, weights, settings)
     run_task = WAYS[settings.rollouts](settings, base_url)
 
+    asked: Counter[int] = Counter()
+
     async def run_episodes(task: tuple[int, Action]) -> list[Episode]:
         number, action = task
+        first = asked[number]
+        asked[number] += 1 + settings.tree
         episodes = []
-        for result, episode in await run_task(action):
-            episodes.append(replace(episode, id=f"task-{number}-{episode.id[:12]}", group=number))
+        for sample, (result, episode) in enumerate(await run_task(action), first):
+            episodes.append(replace(episode, id=EPISODE.format(number, sample), group=number))
             recorder.keep(result, episodes[-1])
         return episodes
 

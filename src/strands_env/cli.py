@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:  # in our own process; otherwise the collector keeps walking the same live episodes
         gc.set_threshold(10_000, 10, 10)
-    terminal.accept_any_text()
+    terminal.set_up()
     parser = build_parser()
     try:
         arguments = parser.parse_args(argv)
@@ -501,8 +501,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         return await evaluator.run(actions)
 
     try:
-        following = ("report", arguments.output, "--html", "--open")
-        return finish(arguments, run(), evaluator.compute_metrics, *following)
+        return finish(arguments, run(), evaluator.compute_metrics, "report", arguments.output, "--html", "--open")
     except SGLangClientError as error:
         tell(f"strands-env: {unreached(error, arguments)}")
         return FAILED
@@ -537,7 +536,8 @@ def check_env(arguments: argparse.Namespace) -> int:
         for finding in findings:
             detail = f" ({finding.detail})" if finding.detail else ""
             say(f"  {paint(f'{finding.verdict:<9}', colors[finding.verdict])}  {finding.name}{detail}")
-            code = FAILED if finding.verdict == "failed" else code
+            if finding.verdict == "failed":
+                code = FAILED
     return code
 
 
@@ -637,9 +637,12 @@ def track_run(arguments: argparse.Namespace) -> int:
         config: dict[str, Any] = {}
         if isinstance(opened, EvaluationView):
             run, results = read_results(folder)
-            config, threshold = flat(run.facts), arguments.success_threshold
-            n_samples = run.n_samples_per_prompt
-            metrics = standard_metrics(results, n_samples_per_prompt=n_samples, success_threshold=threshold)
+            config = flat(run.facts)
+            metrics = standard_metrics(
+                results,
+                n_samples_per_prompt=run.n_samples_per_prompt,
+                success_threshold=arguments.success_threshold,
+            )
             steps = [(arguments.step, metrics)]
         else:
             _, rows = read_steps(folder / "metrics.csv")
@@ -654,7 +657,7 @@ def track_run(arguments: argparse.Namespace) -> int:
     with tracker:
         for step, metrics in steps:
             tracker.log(metrics, step)
-    return say(f"{len(steps)} {'step' if len(steps) == 1 else 'steps'} logged to {arguments.to} as {name}")
+    return say(f"{counted(len(steps), 'step')} logged to {arguments.to} as {name}")
 
 
 def score_results(arguments: argparse.Namespace) -> int:
@@ -963,7 +966,6 @@ def served_tokenizer(arguments: argparse.Namespace) -> str:
     from strands_sglang import SGLangClient, get_tokenizer
 
     url = arguments.base_url or DEFAULT_URL
-    hint = "give --model or --tokenizer"
 
     async def ask() -> dict[str, Any]:
         async with SGLangClient(url, **{"max_retries": 3, **arguments.client_args}) as client:
@@ -979,7 +981,8 @@ def served_tokenizer(arguments: argparse.Namespace) -> str:
         get_tokenizer(path)
     except Exception as error:  # whatever transformers, the Hub or the network raises
         raise ValueError(
-            f"the server's tokenizer {path} cannot be loaded on this machine ({type(error).__name__}): {hint}"
+            f"the server's tokenizer {path} cannot be loaded on this machine ({type(error).__name__}): "
+            "give --model or --tokenizer"
         ) from error
     return path
 
@@ -990,8 +993,10 @@ def unreached(error: Exception, arguments: argparse.Namespace) -> str:
 
     if not isinstance(error, SGLangConnectionError):
         return in_options(one_line(error))
-    url = arguments.base_url or DEFAULT_URL
-    return f"no server answers at {url}: start one (`strands-sglang serve`), or correct --base-url"
+    return (
+        f"no server answers at {arguments.base_url or DEFAULT_URL}: "
+        "start one (`strands-sglang serve`), or correct --base-url"
+    )
 
 
 _OPTION_OF = {
@@ -1156,10 +1161,8 @@ def named_executor(arguments: argparse.Namespace) -> Any:
         return RayExecutor(arguments.ray, **arguments.ray_args)
     except (TypeError, ValueError) as error:
         raise ValueError(f"--ray-args: {error}") from error
-    except ImportError as error:
-        raise ImportError(f"--ray: {error}") from error
-    except OSError as error:
-        raise OSError(f"--ray: {error}") from error
+    except (ImportError, OSError) as error:
+        raise type(error)(f"--ray: {error}") from error
 
 
 def load_dataset(arguments: argparse.Namespace, **further: Any) -> list[Action]:

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from strands_sglang import __version__
-from strands_sglang.shown import one_line
 from strands_sglang.viewer import Plot, Report, Table, Task, UnreadableError, read_episodes, render
 
 from .eval.checkpoint import (
@@ -130,8 +129,6 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
         tasks=[
             Task(
                 name=prompt,
-                question=_question(row),
-                target=_target(row),
                 state=_state(scored.get(prompt, [])),
                 values={name: [_finite(of.get(prompt))] for name, of in values.items()},
                 facts=[
@@ -213,8 +210,6 @@ def comparison_page(first: str | Path, second: str | Path, *, success_threshold:
         tasks=[
             Task(
                 name=task.prompt,
-                question=_question(row),
-                target=_target(row),
                 state=states[task.prompt],
                 values={
                     "pass@1": _pair(task.first_success, task.second_success),
@@ -369,24 +364,6 @@ def _state(row: Sequence[Score]) -> str:
     if wins == 0:
         return "never solved"
     return "always solved" if wins == len(row) else "sometimes solved"
-
-
-def _question(row: Sequence[EvalSample]) -> str:
-    """The task's message as one line."""
-    if not row:
-        return ""
-    message: Any = row[0].action.message
-    if not isinstance(message, str):
-        blocks = message.get("content", []) if isinstance(message, Mapping) else message
-        texts = [block.get("text", "") for block in blocks if isinstance(block, Mapping)] if blocks else []
-        message = " ".join(map(str, texts))
-    return one_line(message, 200)
-
-
-def _target(row: Sequence[EvalSample]) -> str:
-    """What the rewards of a task compare with, as one line."""
-    truth = row[0].action.task_context.ground_truth if row else None
-    return "" if truth is None else one_line(str(truth)[:1000], 200)
 
 
 def _measured(samples: Iterable[EvalSample], name: str) -> list[float]:

@@ -53,6 +53,7 @@ from .eval.checkpoint import (
     side_file,
     time_span,
 )
+from .eval.evaluator import WINDOW_S, results_per_second
 from .eval.metrics import (
     cause_of,
     end_lines,
@@ -63,9 +64,6 @@ from .eval.metrics import (
     standard_metrics,
     table_lines,
 )
-
-WINDOW_S = 300.0
-"""Seconds over which a rate is measured."""
 
 BEGINS_WITHIN_S = 60.0
 """Seconds within which an evaluation that was just started or continued runs its first sample."""
@@ -81,6 +79,9 @@ BLOWN_UP, BLOWN_UP_FROM = 30.0, 0.1
 """How many times the usual value, and how much at least, has blown up."""
 FIRST_COLUMNS = ("eval", "kl", "entropy", "loss", "grad", "clip", "gap")
 """Columns with such a word are shown before others, after step and reward."""
+
+GAP = "gap: the trainer's logprobs minus the sampler's; stale: of older weights' tokens"
+"""Shown below the steps of a run with such a column, which other trainers do not have."""
 
 _FAILURES = ("dropped", "errored", "last failure")
 """What lines about failures begin with."""
@@ -358,13 +359,12 @@ def pace_lines(samples: Sequence[EvalSample], missing: int, now: float, window: 
     now = max(now, ends[-1][0])
     recent = [one for one in ends if now - one[0] <= window]
     since = f"last result {duration(now - ends[-1][0])} ago"
-    if len(recent) < 2 or not missing:
+    rate = results_per_second([at for at, _ in recent], now)
+    if not rate or not missing:
         return [since]
-    took = max(now - recent[0][0], 1e-3)
-    rate = (len(recent) - 1) / took
     parts = [f"{rate * 60:.1f} samples a minute", f"{duration(missing / rate)} left", since]
     if tokens := sum(tokens for _, tokens in recent[1:]):
-        parts.append(f"{tokens / took:,.1f} tokens/s")
+        parts.append(f"{tokens * rate / (len(recent) - 1):,.1f} tokens/s")
     return wrapped(", ".join(parts))
 
 
@@ -439,6 +439,8 @@ def training_view(folder: Path, now: float) -> View:
     if (has_stopped or (broken and not found)) and log.exists():
         further = f"tail -n 50 {shlex.quote(str(log))}"
     if steps:
+        if is_a(" ".join(names), "gap"):
+            ends = [*wrapped(GAP), *ends]
         taken = len(lines) + len(ends) + 2 * len(alarms) + (ROWS if missing else ROWS + 2)
         room = max(0, shutil.get_terminal_size().lines - taken)
         drawn = plots(names, steps, room * 2 // 3)

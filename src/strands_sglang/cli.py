@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments without the program's name; those of the process if None.
     """
-    terminal.accept_any_text()
+    terminal.set_up()
     try:
         arguments = build_parser().parse_args(argv)
         return int(arguments.run(arguments))

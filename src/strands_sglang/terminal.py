@@ -200,8 +200,12 @@ def tell(line: str) -> None:
     _print(f"{_shown(without_credentials(line))}\n", sys.stderr)
 
 
-def accept_any_text() -> None:
-    """Let standard output write out what its encoding lacks, as standard error does."""
+def set_up() -> None:
+    """Let standard output write out what its encoding lacks, as standard error does, and transformers say no advice.
+
+    It would report a missing PyTorch, which no command needs, whenever it is imported.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     with contextlib.suppress(AttributeError, OSError, ValueError):  # not a file, or a closed one
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 

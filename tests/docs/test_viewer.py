@@ -202,6 +202,7 @@ def test_a_planted_fault_is_within_two_clicks(specimen, plant, healthy, tmp_path
     shutil.copytree(healthy / specimen, folder)
     assert any(plant(folder, rng) for _ in range(20))
     groups = read([folder])
+    names = {(group.id, episode.id): episode.name for group in groups for episode in group.episodes}
     found = findings(groups)
     (tmp_path / "page.html").write_text(render(groups, found), encoding="utf-8")
     page = open_page(tmp_path / "page.html")
@@ -216,7 +217,7 @@ def test_a_planted_fault_is_within_two_clicks(specimen, plant, healthy, tmp_path
             assert f"Turn {finding.turn} " in page.locator("button.turn.chosen").inner_text()
         elif finding.episode is not None:
             shown = page.locator(".side select").evaluate("all => all.selectedOptions[0].text")
-            assert shown.split(" · ")[0] == finding.episode
+            assert shown.split(" · ")[0] == names[finding.group, finding.episode]
         elif finding.group is not None:
             assert page.locator(".heads .head").count() > 1
 
@@ -318,6 +319,24 @@ def test_what_was_said_is_shown_as_it_was_said(tmp_path, open_page):
     assert answer.locator("a, img, b").count() == 0
     page.keyboard.press("r")
     assert page.locator(".card .body").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_worked_example_has_one_color_in_both_panes(scheme, tmp_path, open_page):
+    author = written.Author(written.Vocabulary(), 1)
+    turn = author.turn("Two? It is 2. Three? ", "It is 3.", [written.Said("assistant", "text", "It is 3.")])
+    parts = (("user", "Two?"), ("assistant", "It is 2."), ("user", "Three?"))
+    turn.said = tuple(written.Said(role, "text", text) for role, text in parts)
+    group = Group("said", [inspect(Trajectory.of_turns(author.turns), "said")], vocabulary=author.vocabulary.texts)
+    (tmp_path / "said.html").write_text(render([group]), encoding="utf-8")
+    page = open_page(tmp_path / "said.html", scheme=scheme)
+    messages = page.locator(".card").evaluate_all("all => all.map(one => getComputedStyle(one).borderLeftColor)")
+    tokens = page.locator(".strip .t").evaluate_all(
+        "all => all.map(one => [one.className.match(/writer-(\\w+)/)[1], getComputedStyle(one).backgroundColor])"
+    )
+    colors = dict(tokens)
+    assert messages == [colors[writer] for writer in ("user", "history", "user", "model")]
+    assert len({*messages}) == 3
 
 
 def test_a_long_message_is_shown_whole(tmp_path, open_page):
@@ -767,6 +786,27 @@ def test_tasks_are_sorted_filtered_and_opened(reports, open_page):
     assert "nothing in this episode; " in page.locator(".matches").inner_text()
     page.go_back()
     assert page.get_by_label("State").input_value() == "never solved"
+
+
+@pytest.mark.parametrize("size", [(1440, 900), (360, 740)])
+def test_tasks_that_begin_alike_are_told_apart(size, tmp_path, open_page):
+    same = "You are a careful clerk, and answer with a number. " * 10
+    own = [Action(message=f"{same}How much is {n} * 7?", task_context=TaskContext(id=f"t{n}")) for n in (25, 26)]
+    evaluator = Evaluator(StubEnvironment().factory, 2, output_path=tmp_path)
+    with ThreadPoolExecutor() as pool:  # Playwright's event loop runs in this thread
+        pool.submit(lambda: asyncio.run(evaluator.run(own))).result()
+    (tmp_path / "page.html").write_text(report_page(tmp_path, success_threshold=1.0))
+    page = open_page(tmp_path / "page.html", size=size)
+    questions = page.locator(".report .cell span[title]", has_text="* 7?")
+    assert questions.all_inner_texts() == ["…25 * 7?", "…26 * 7?"]
+    assert questions.first.evaluate("one => one.scrollWidth <= one.parentElement.clientWidth")
+    page.get_by_label("Filter the tasks").fill("26 7")
+    assert questions.all_inner_texts() == ["…26 * 7?"]
+    page.evaluate("location.hash = '#overview'")
+    assert set(page.locator(".overview .cell span[title]", has_text="* 7?").all_inner_texts()) == {
+        "…25 * 7?",
+        "…26 * 7?",
+    }
 
 
 @pytest.mark.parametrize(("name", "count"), [("report", 3), ("jars", 4)])

@@ -353,6 +353,24 @@ def test_importing_says_nothing_and_knows_its_version():
     assert importing.stdout.strip() == metadata.version("strands-sglang")
 
 
+@pytest.mark.parametrize(("command", "is_told"), [("strands_sglang.cli", 0), ("strands_env.cli", 0), (None, 1)])
+def test_commands_do_not_say_that_pytorch_is_missing(command, is_told):
+    """The library leaves it to transformers, and to those who import it."""
+    code = [
+        "import importlib.util, contextlib",
+        "find = importlib.util.find_spec",
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)",
+        "import strands_sglang",
+        f"import {command or 'os'} as command",
+        *(["with contextlib.suppress(SystemExit): command.main(['--version'])"] if command else []),
+        "import transformers",
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS")}
+    line = [sys.executable, "-c", "\n".join(code)]
+    importing = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True, env=environment)
+    assert importing.stderr.count("PyTorch") == is_told
+
+
 def test_a_checkout_without_metadata_has_no_known_version(monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)

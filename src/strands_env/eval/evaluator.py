@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Literal, TypeVar
 
@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_CHECKED = 10
 """Most environments that are created to compare them with those of earlier results."""
+
+WINDOW_S = 300.0
+"""Seconds over which a rate is measured."""
 
 TICK = 1.0  # seconds between two updates of the progress bar's clock
 LOG_EVERY = 60.0  # seconds between two log lines where no bar is shown
@@ -305,7 +308,11 @@ class Evaluator:
         failures_in_a_row, left = 0, len(todo)
         began: dict[str, float] = {}
         with Progress(
-            self.benchmark_name or "evaluation", len(keys), list(kept.values()), shown=self.show_progress
+            self.benchmark_name or "evaluation",
+            len(keys),
+            list(kept.values()),
+            running=began,
+            shown=self.show_progress,
         ) as progress:
 
             async def work() -> None:
@@ -410,22 +417,44 @@ def _told(outage: Outage) -> str:
     return f"{told}; next dropped {when}"
 
 
+def results_per_second(ends: Iterable[float], now: float) -> float:
+    """Return how fast samples get a result, which tells when the others will have one; 0.0 if it is not known yet.
+
+    Args:
+        ends: When samples got theirs; those of the last `WINDOW_S` seconds count.
+        now: The time, in seconds since 1970.
+    """
+    ages = [now - at for at in ends if now - at <= WINDOW_S]
+    return (len(ages) - 1) / max(*ages, 1e-3) if len(ages) > 1 else 0.0
+
+
 class Progress(tqdm):
     """A progress bar with rate, remaining time, mean reward, number of failures, and a server that does not answer.
 
-    The mean reward includes finished samples of earlier runs. While a server does not answer, the remaining time is
-    unknown.
+    The mean reward includes finished samples of earlier runs. The remaining time is that of `strands-env watch`: it is
+    unknown while a server does not answer, and before each slot has ended once.
     """
 
-    def __init__(self, description: str, total: int, done: Sequence[EvalSample], *, shown: bool | None = None) -> None:
+    def __init__(
+        self,
+        description: str,
+        total: int,
+        done: Sequence[EvalSample],
+        *,
+        running: Collection[str] = (),
+        shown: bool | None = None,
+    ) -> None:
         """Start the bar.
 
         Args:
             description: Text in front of the bar.
             total: Number of all samples.
             done: Samples that are finished already; they do not count for the rate.
+            running: The samples that run now, whenever one looks.
             shown: Whether to show the bar; None to show it if standard error is a terminal.
         """
+        self._running = running
+        self._ends: list[float] = []
         super().__init__(
             desc=description,
             total=total,
@@ -444,8 +473,16 @@ class Progress(tqdm):
 
     def add(self, sample: EvalSample) -> None:
         """Count a sample that has ended."""
+        if sample.is_finished:
+            self._ends.append(time.time())
         self._count(sample)
         self.update()
+
+    @property
+    def format_dict(self) -> Any:
+        """What tqdm shows, with our rate."""
+        is_known = self.n - self.initial >= len(self._running)
+        return super().format_dict | {"rate": is_known * results_per_second(self._ends, time.time())}
 
     async def tick(self) -> None:
         """Until canceled, keep the clock of the bar running, or log the progress if there is no bar."""

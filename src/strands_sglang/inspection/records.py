@@ -182,6 +182,7 @@ class Inspected:
         messages: The messages of that record.
         said: The conversation with its system prompt as people read it, if the file has it apart from the turns.
         problems: What the reader noticed.
+        step: Name of the training step that it is part of; empty elsewhere.
     """
 
     id: str
@@ -198,11 +199,17 @@ class Inspected:
     messages: Sequence[Mapping[str, Any]] = ()
     said: Sequence[Said] = ()
     problems: list[Problem] = field(default_factory=list)
+    step: str = ""
     turns: list[Turn] = field(init=False)
 
     def __post_init__(self) -> None:
         """List the turns once."""
         self.turns = self.trajectory.turns
+
+    @property
+    def name(self) -> str:
+        """What people call it, such as `task-12 #3 of step-000002`: other steps may have an episode of its id."""
+        return f"{self.id} of {self.step}" if self.step else self.id
 
     def as_episode(self, group: Hashable) -> Episode:
         """Return it in the form that is trained."""

@@ -45,7 +45,7 @@ def episode_lines(
     held = list(chain.from_iterable(product([group], group.episodes) for group in groups))
     found = [(group, one) for group, one in held if episode is None or _is_called(one, episode)]
     if not found:
-        known = ", ".join(f"'{one.id}'" for _, one in held[:8])
+        known = ", ".join(f"'{one.name}'" for _, one in held[:8])
         raise UnreadableError(f"--episode '{episode}': there is none of this name; some are {known}")
     for _, one in found:
         yield from _painted(_heading(one), "bold")
@@ -55,12 +55,14 @@ def episode_lines(
     group, first = found[0]
     answered = [one for one in first.turns if one.output_ids] or first.turns
     chosen = [one for one in first.turns if one.index == turn] if turn is not None else answered[-1:]
-    if not chosen and turn is None:
-        return
     if not chosen:
+        if turn is None:
+            return
         numbers = ", ".join(str(one.index) for one in first.turns[:20])
-        raise UnreadableError(f"--turn {turn}: episode {first.id} has no such turn; its turns are {numbers or 'none'}")
-    yield from _painted(f"tokens of turn {chosen[0].index} of episode {first.id}, by {color}", "bold")
+        raise UnreadableError(
+            f"--turn {turn}: episode {first.name} has no such turn; its turns are {numbers or 'none'}"
+        )
+    yield from _painted(f"tokens of turn {chosen[0].index} of episode {first.name}, by {color}", "bold")
     yield from token_lines(group, first, chosen[0], color)
 
 
@@ -69,7 +71,8 @@ def _painted(line: str, color: str | None) -> list[str]:
 
 
 def _is_called(episode: Inspected, name: str) -> bool:
-    return name == episode.record.get("key") or name.replace(" ", "") == episode.id.replace(" ", "")
+    spaced = (episode.id, episode.name, episode.record.get("key", ""))
+    return name.replace(" ", "") in (one.replace(" ", "") for one in spaced)
 
 
 def _heading(episode: Inspected) -> str:
@@ -84,7 +87,7 @@ def _heading(episode: Inspected) -> str:
         None if episode.left_out is None else f"left out: {episode.left_out}",
         *(why for _, why in episode.problems),
     ]
-    return f"episode {episode.id}: {', '.join(fact for fact in facts if fact)}"
+    return f"episode {episode.name}: {', '.join(fact for fact in facts if fact)}"
 
 
 def token_lines(group: Group, episode: Inspected, turn: Turn, color: str) -> Iterator[str]:

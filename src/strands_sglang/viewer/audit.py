@@ -72,7 +72,7 @@ def _audit(file: str, groups: Sequence[Group], numbers: Mapping[tuple[str, str, 
             note = "no advantage, or no trained token" if episode.left_out is None else str(episode.left_out)
             episodes.append(
                 {
-                    "name": episode.id,
+                    "name": episode.name,
                     "episode": numbers[(group.file, group.id, episode.id)],
                     "rows": own,
                     "note": None if own else note,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 MOST_SCORE_CHARS = 4000
 """Characters of each fact of a score that a page holds."""
+
+MOST_SHOWN, MOST_SHARED = 200, 20
+"""Characters of a text in a table, and of the beginning that all texts may share there."""
 
 MOST_IMAGE_BYTES = 8_000_000
 """Bytes of images that a page holds; further images are named only."""
@@ -72,6 +77,8 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
     found = Counter(finding["episode"] for finding in located)
     for number, entry in enumerate(entries):
         entry["found"] = found[number]
+    for name in ("question", "answer", "target"):
+        _outlined(entries, name)
     notes = []
     if not any(group.vocabulary for group in groups) and any(entry["length"] for entry in entries):
         notes.append("The files do not contain the text of their tokens, so ids are shown. Use --tokenizer for text.")
@@ -93,6 +100,17 @@ def page_index(groups: Sequence[Group], findings: Sequence[Finding] | None, bloc
         "credit": audit_credit(groups, places.numbers),
         "drift": None if drift is None else {**vars(drift), "marks": None},
     }
+
+
+def _outlined(entries: list[dict[str, Any]], name: str) -> None:
+    """Cut a text of episodes to a short line, without a long beginning that all have in common."""
+    lines = [one_line(entry[name]) for entry in entries]
+    known = {*lines} - {""}
+    start = os.path.commonprefix([*known]).rfind(" ") + 1
+    if start < MOST_SHARED or len(known) < 2:
+        start = 0
+    for entry, line in zip(entries, lines, strict=True):
+        entry[name] = "…" * bool(start and line) + line[start : start + MOST_SHOWN]
 
 
 class _Page:
@@ -161,13 +179,12 @@ class _Page:
         length = len(columns["token"])
         unkept = _unkept(episode)
         question, answer = _outline(episode, body)
-        target = _target(episode.record)
         return {
-            "id": episode.id,
+            "id": episode.name,
             "key": episode.record.get("key"),
             "question": question,
             "answer": answer,
-            "target": "" if target is None else one_line(_text_of(target)[:1000], 200),
+            "target": _text_of(_target(episode.record)),
             "gap": float(gaps[np.isfinite(gaps)].max()) if np.isfinite(gaps).any() else None,
             "outcome": end.outcome,
             "reward": _finite(end.reward),
@@ -319,6 +336,7 @@ class _Finder:
         sequence, position, token = finding.sequence, None, finding.token
         if number is not None:
             episode = self._episodes[number]
+            finding = replace(finding, episode=episode.name)
             position = next((at for at, turn in enumerate(episode.turns) if turn.index == finding.turn), None)
             if sequence is None and position is not None:
                 turn = episode.turns[position]
@@ -389,14 +407,13 @@ def _versions(turns: Iterable[Turn]) -> Iterator[tuple[int, int]]:
 
 
 def _outline(episode: Inspected, body: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what was asked, and the last answer, each as one line."""
+    """Return what was asked, and the last answer."""
     turns = [turn["said"] for turn in body["turns"] if not turn["auxiliary"]] or [body["said"]]
     asked = [part[2] for part in turns[0] if part[:2] == ["user", "text"]]
     answers = [part[2] for part in chain.from_iterable(turns) if part[:2] == ["assistant", "text"]]
     question = "".join(asked[-1:] if body["turns"] else asked[:1])
     message = episode.record.get("message")
-    answer = "".join(answers[-1:])
-    return one_line((message if isinstance(message, str) else question)[:1000], 200), one_line(answer[:1000], 200)
+    return message if isinstance(message, str) else question, "".join(answers[-1:])
 
 
 def _target(record: Mapping[str, Any]) -> Any:
@@ -406,7 +423,7 @@ def _target(record: Mapping[str, Any]) -> Any:
 
 
 def _text_of(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _score(record: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -45,8 +45,6 @@ class Task(TypedDict):
 
     Attributes:
         name: Its id.
-        question: What it asks.
-        target: What its rewards compare with; empty if unknown.
         state: One of the states of the report.
         values: For each metric, a value per column; None if unknown.
         facts: A number for each fact of the report; None if unknown.
@@ -54,8 +52,6 @@ class Task(TypedDict):
     """
 
     name: str
-    question: str
-    target: str
     state: str
     values: dict[str, list[float | None]]
     facts: list[float | None]

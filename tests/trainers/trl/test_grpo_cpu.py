@@ -24,7 +24,7 @@ import study_rollouts
 import training
 
 ROOT = Path(__file__).parents[3]
-STEPS = 4
+STEPS, SAMPLES = 4, 4
 PATIENCE_S = 600
 
 
@@ -73,6 +73,8 @@ def test_a_killed_run_continues_and_trains_nothing_twice(tmp_path):
     ledger = demo.ledger()
     assert ledger[: len(second)] == second
     assert [(step["step"], step["version"]) for step in ledger] == [(number, number) for number in range(1, STEPS + 1)]
+    names = {f"task-{task} #{sample}" for step in ledger for task in step["tasks"] for sample in range(SAMPLES)}
+    assert {name for step in ledger for name in step["episodes"]} <= names
     for name in ("episodes", "tasks"):
         seen = [one for step in ledger for one in step[name]]
         assert len(set(seen)) == len(seen)

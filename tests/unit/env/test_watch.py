@@ -24,6 +24,7 @@ from strands_env.cli import main
 from strands_env.eval import CheckpointError, EvaluationStoppedError, Evaluator, read_results
 from strands_env.eval.benchmarks import TaskError, load_tasks
 from strands_env.eval.checkpoint import ResultsReader, read_status
+from strands_env.eval.evaluator import Progress
 from strands_env.eval.metrics import table_lines
 from strands_env.watch import (
     EvaluationView,
@@ -169,6 +170,29 @@ def test_the_rate_has_the_tokens_that_were_sampled_per_second():
         one.step_result.observation.metrics["sampled_tokens"] = tokens
     told = "3.0 samples a minute, 2 min 00 s left, last result 0 s ago, 105.0 tokens/s"
     assert pace_lines(done, 6, 100) == [told]
+
+
+def test_the_bar_of_the_command_has_the_same_remaining_time(written, tmp_path, monkeypatch):
+    """Two slots; the time is known once both have ended, and there are two results of the last minutes."""
+    folder = shutil.copytree(written, tmp_path / "run")
+    (folder / "results.failures.jsonl").unlink()
+    records = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    start, now = 1_800_000_000.0, 1_800_000_500.0
+    os.utime(folder / "results.run.json", (start,) * 2)
+    running, lines, left = {"a #0": now - 20, "b #0": now - 10}, [], []
+    with Progress("sums", 12, [], running=running, shown=True) as progress:
+        for number, ended_at in enumerate((start + 100, start + 410, start + 440, start + 470)):
+            lines.append(json.dumps({**records[number], "ended_at": ended_at}, separators=(",", ":")) + "\n")
+            (folder / "results.jsonl").write_text("".join(lines))
+            status = {"began": running, "left": 11 - number, "outages": []}
+            (folder / "results.status.json").write_text(json.dumps(status))
+            os.utime(folder / "results.status.json", (now,) * 2)
+            monkeypatch.setattr(time, "time", lambda: ended_at)  # noqa: B023
+            progress.add(sample(1.0))
+            monkeypatch.setattr(time, "time", lambda: now)
+            shown = EvaluationView(folder)(now).lines[0]
+            left.append((str(progress).split("<")[1].split(",")[0], re.findall("[^,]+ left|last", shown)[0].strip()))
+    assert left == [("?", "last"), ("?", "last"), ("13:30", "13 min left"), ("06:00", "6 min 00 s left")]
 
 
 @pytest.mark.parametrize(("lost", "first"), [(1, ["pass@1"]), (0, ["pass@1", "avg@4", "pass@2", "pass^2"])])
@@ -656,6 +680,14 @@ def test_a_training_run_is_shown_by_step(tmp_path):
     assert view.alarms == ["reward: nan since step 3"] and "\nof 9 columns\n" in text
     assert "left out: 2 x aborted" in text and "step-000003 ends: 1 timeout" in text
     assert max(map(len, view.lines)) <= 80 and view.next == f"strands-sglang doctor {tmp_path}"
+
+
+@pytest.mark.parametrize(("column", "is_told"), [("gap_stale_max", True), ("kl", False)])
+def test_columns_that_other_trainers_do_not_have_are_explained(column, is_told, tmp_path):
+    (tmp_path / "metrics.csv").write_text(f"step,reward,{column}\n1,0.5,0.25\n2,0.6,0.5\n")
+    lines = open_run(tmp_path)(time.time()).lines
+    told = "gap: the trainer's logprobs minus the sampler's; stale: of older weights' tokens"
+    assert lines[lines.index("of 3 columns") + 1 :] == [told] * is_told
 
 
 def test_a_trainer_that_is_dead_is_an_alarm(tmp_path, capsys):

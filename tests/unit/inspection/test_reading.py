@@ -115,7 +115,7 @@ def steps_of(tmp_path, rollout, rewards=(1.0, 0.0)):
         model.trajectory.note_end(outcome="task_complete", reward=reward)
         episodes.append(credit.Episode(model.trajectory, reward, "g", f"e{number}"))
     rows = credit.training_rows(episodes)
-    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories").mkdir(parents=True)
     for episode in episodes:
         episode.trajectory.save(tmp_path / "trajectories" / f"{episode.id}.safetensors")
     rows.save(tmp_path / "rows.safetensors")
@@ -134,6 +134,25 @@ def test_a_training_step_is_read_with_its_rows(rollout, tmp_path):
         assert sequence.column("ids").tolist() == row.token_ids
         assert sequence.mask.tolist() == row.loss_mask
         assert sequence.given("advantages").tolist() == row.advantages
+
+
+def test_an_episode_of_a_step_is_called_by_its_step_too(rollout, tmp_path, monkeypatch, capsys):
+    """Every step has an e1; only its id is in the files."""
+    for number in (1, 2):
+        steps_of(tmp_path / "steps" / f"step-00000{number}", rollout)
+
+    names = [episode.name for group in read([tmp_path]) for episode in group.episodes]
+
+    assert names == [f"e{at} of step-00000{number}" for number in (1, 2) for at in (0, 1)]
+    assert main(["show", str(tmp_path), "--episode", "e1 of step-000002"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("episode e1 of step-000002") == 2 and "step-000001" not in told
+    assert main(["show", str(tmp_path), "--episode", "e1"]) == 0
+    assert "episode e1 of step-000001:" in capsys.readouterr().out
+    assert main(["show", str(tmp_path), "--episode", "e2"]) == 2
+    assert "some are 'e0 of step-000001', 'e1 of step-000001', 'e0 of step-000002'" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path / "steps" / "step-000001")
+    assert read(["."])[0].episodes[0].name == "e0 of step-000001"
 
 
 def test_each_token_of_a_prompt_has_its_writer(rollout, tmp_path):

@@ -184,6 +184,23 @@ def test_an_episode_is_outlined_by_its_question_answer_and_doubts(jars):
     assert entry["note"] == f"{int(np.isin(version, old).sum())} tokens of older weights"
 
 
+def test_texts_of_tables_begin_where_they_differ():
+    same, long = "You are a careful clerk. " * 40, "word " * 100
+    texts = [f"{same}What is {n} times 7,\n please?" + " x" * 200 for n in (25, 26)]
+    assert [one[:22] for one in shown(texts)] == ["…25 times 7, please? x", "…26 times 7, please? x"]
+    assert {len(one) for one in shown(texts)} == {201}
+    for others in (["What is it?", "What is that?", ""], [same[:90].strip()] * 2, [""]):
+        assert shown(others) == others
+    assert shown([long, long, ""]) == [long[:200], long[:200], ""]  # one task alone
+    assert shown([same, f"{same}Be brief.", ""]) == ["…clerk.", "…clerk. Be brief.", ""]
+
+
+def shown(questions):
+    """What a page shows of samples with these questions."""
+    episodes = [Inspected(f"e{at}", Trajectory(), record={"message": one}) for at, one in enumerate(questions)]
+    return [one["question"] for one in Page(render([Group("g", episodes)], [])).index["episodes"]]
+
+
 def test_rewards_are_summed_up_by_step():
     groups = []
     for number, rewards in enumerate([(0.0, 1.0), (1.0, 1.0)]):

@@ -48,6 +48,7 @@ def read_step(folder: Path) -> list[Group]:
             episode = Inspected(name, Trajectory(), str(file), has_trajectory=False)
             if files.intersection(names):
                 episode.problems.append(("structure", f"its file trajectories/{name}.safetensors is missing"))
+        episode.step = folder.absolute().name
         own = by_episode.get(name, [])
         known: Mapping[str, Any] = batch.episodes.get(name) or {}
         group = known.get("group", own[0][1].group if own else None)

@@ -58,6 +58,7 @@ export class Conversation {
     for (const [i, part] of said.entries()) {
       const shown = card(part, part[1] === "image" ? pictures.shift() : null, this.rendered);
       shown.classList.toggle("answer", i === answer);
+      shown.classList.toggle("history", number !== null && i < answer && part[0] === "assistant");
       section.append(shown);
     }
     for (const picture of pictures) section.append(card(["user", "image"], picture));

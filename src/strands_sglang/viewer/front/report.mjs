@@ -25,6 +25,7 @@ export class ReportView {
   constructor({ index }) {
     const { report, episodes } = index;
     this.report = report;
+    this.sampleOf = ({ samples }) => episodes[samples.flat()[0]?.[1]] ?? {};
     const names = Object.keys(report.metrics);
     const draw = () => this.draw();
     this.metric = h("select", { "aria-label": "Metric", onchange: () => this.choose() }, options(names.map((name) => [name, name])));
@@ -55,8 +56,8 @@ export class ReportView {
         value: ({ samples }) => samples[which].length,
         cell: ({ samples }) => samples[which].map(sample),
       })),
-      texts("Question", ({ question }) => question, 190, 2),
-      texts("Target", ({ target }) => target, 100, 1),
+      texts("Question", (task) => this.sampleOf(task).question, 190, 2),
+      texts("Target", (task) => this.sampleOf(task).target, 100, 1),
     ];
     this.table = new Table("Tasks", columns.filter(({ value }) => report.tasks.some((task) => isKnown(value(task)))));
     this.element = h(
@@ -87,7 +88,7 @@ export class ReportView {
     if (this.value) this.value.name = this.metric.value || "Value";
     const { tasks } = this.report;
     const inState = tasks.filter(({ state }) => !this.state.value || state === this.state.value);
-    const shown = filtered(inState, this.filter.value, ({ name, question }) => `${name} ${question}`);
+    const shown = filtered(inState, this.filter.value, (task) => `${task.name} ${this.sampleOf(task).question ?? ""}`);
     this.table.fill(shown);
     this.shown.textContent = `${count(shown.length)} of ${count(tasks.length)} shown`;
   }

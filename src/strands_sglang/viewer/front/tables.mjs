@@ -127,7 +127,7 @@ export class Overview {
     const of = (name) => (at) => episodes[at][name];
     const total = (name, value) => ({ ...figures(name, value, 60), cell: (at) => (value(at) === null ? "–" : count(value(at))) });
     const columns = [
-      { ...texts("Episode", of("id"), 110, 1), kind: ".name", cell: (at) => h("a", { href: `#episode-${at}`, title: episodes[at].key }, episodes[at].id) },
+      { ...texts("Episode", of("id"), index.steps.length ? 184 : 110, 1), kind: ".name", cell: (at) => h("a", { href: `#episode-${at}`, title: episodes[at].key ?? episodes[at].id }, episodes[at].id) },
       texts("Question", of("question"), 170, 2),
       texts("Answer", of("answer"), 150, 2),
       texts("Target", of("target"), 100, 1),
