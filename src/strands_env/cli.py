@@ -1161,8 +1161,10 @@ def named_executor(arguments: argparse.Namespace) -> Any:
         return RayExecutor(arguments.ray, **arguments.ray_args)
     except (TypeError, ValueError) as error:
         raise ValueError(f"--ray-args: {error}") from error
-    except (ImportError, OSError) as error:
-        raise type(error)(f"--ray: {error}") from error
+    except ImportError as error:
+        raise ImportError(f"--ray: {error}") from error
+    except OSError as error:
+        raise OSError(f"--ray: {error}") from error
 
 
 def load_dataset(arguments: argparse.Namespace, **further: Any) -> list[Action]:
