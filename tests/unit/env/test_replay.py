@@ -20,7 +20,7 @@ from itertools import cycle, islice
 import pytest
 from strands import tool
 from strands.hooks import HookProvider
-from strands.hooks.events import AfterModelCallEvent, AfterToolCallEvent, BeforeModelCallEvent
+from strands.hooks.events import AfterInvocationEvent, AfterModelCallEvent, AfterToolCallEvent, BeforeModelCallEvent
 
 from strands_env import cli
 from strands_env.core import Action, Environment, RewardFunction, TaskContext
@@ -520,6 +520,34 @@ async def test_sub_agents_replay_inside_live_tools(tokenizer, tmp_path):
         [one] = await replayed(tmp_path / "e", make(dead(tokenizer)), tools=tools)
         assert one.is_same, one
     assert len(one.now.turns) == 3
+
+
+@pytest.mark.parametrize("when", [BeforeModelCallEvent, AfterInvocationEvent])
+@pytest.mark.parametrize("is_journal", [False, True])
+async def test_results_that_a_hook_has_removed_replay(tokenizer, tmp_path, when, is_journal):
+    """A hook keeps the history short, and another one clears it: the results are still those that were returned."""
+
+    def keep_short(event):
+        messages = event.agent.messages
+        messages[:] = (
+            messages[:1] + messages[-2:] if when is BeforeModelCallEvent and len(messages) > 3 else messages[:1]
+        )
+
+    def make(client):
+        hooks = lambda: [Edits(when, count, keep_short) for count in range(5)]  # noqa: E731
+        answers = [*(call("price", item=item) for item in ("tea", "honey", "salt")), "Done."]
+        client = client or ScriptedSGLang(tokenizer, answers).client()
+        return lambda action: environment(tokenizer, client=client, hooks=hooks())(action)
+
+    env = make(None)(None)
+    if is_journal:
+        env.journal = tmp_path
+        await env.step(Action(message="Buy."))
+    else:
+        await evaluate(tmp_path, lambda action: env)
+    for tools in ("recorded", "live"):
+        [one] = await replayed(tmp_path, make(dead(tokenizer)), tools=tools)
+        assert one.is_same, one
 
 
 async def test_a_user_says_what_it_said(tokenizer, tmp_path):
