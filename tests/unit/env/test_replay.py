@@ -398,6 +398,34 @@ async def test_mutations_are_found_at_their_stage_and_turn(recorded, tokenizer, 
     assert len(wrong) <= MUTATIONS // 100, "\n".join(map(str, wrong))
 
 
+def places(found):
+    return [(one.difference.stage, one.difference.turn) for one in found if one.difference is not None]
+
+
+async def test_a_prompt_that_begins_like_the_answer_differs_at_its_own_turn(recorded, tokenizer):
+    """Later turns share more tokens with it: they begin with the answer, too."""
+    seed = next(seed for seed in range(12) if script(seed)[0].startswith("<tool_call>"))
+    template = tokenizer.chat_template + "{{- '<tool_call>\\n' }}"
+    found = await replayed(recorded / f"shop-{seed}", environment(tokenizer, seed, model={"chat_template": template}))
+    assert places(found) == [("agent", 0)]
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+async def test_a_parser_that_raises_is_found_where_it_does(recorded, tokenizer, turn):
+    class Raises(HermesToolParser):
+        asked = 0
+
+        def parse_turn(self, *args, **kwargs):
+            Raises.asked += 1
+            if Raises.asked > turn:
+                raise ValueError("a mistake")
+            return super().parse_turn(*args, **kwargs)
+
+    found = await replayed(recorded / "shop-1", environment(tokenizer, 1, model={"tool_parser": Raises()}))
+    assert places(found) == [("agent", turn)]
+    assert "ValueError: a mistake" in str(found[0])
+
+
 async def test_nothing_differs_without_a_change(recorded, tokenizer):
     """No episode is accused, no server is asked, and every stage that a file holds is compared."""
     for seed in range(12):
