@@ -70,7 +70,8 @@ class Recording:
         self.has_ended = False
         self.trajectory = Trajectory()
         self.trajectory.source = self
-        self._waiting = list(recorded.turns)
+        # Calls in a tool that ran again after a kill were made again, and a replay makes them once.
+        self._waiting = [turn for turn in recorded.turns if turn.fate is None or turn.fate.kind != "run_again"]
         self._main = next((turn.agent for turn in recorded.turns if not turn.is_auxiliary), None)
         self._twins: dict[int, Turn] = {}  # the recorded turns, by the index of the new ones
         self._agents: dict[str | None, str | None] = {}  # the recorded ones, by the new ones

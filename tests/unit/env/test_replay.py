@@ -23,7 +23,7 @@ from strands.hooks import HookProvider
 from strands.hooks.events import AfterInvocationEvent, AfterModelCallEvent, AfterToolCallEvent, BeforeModelCallEvent
 
 from strands_env import cli
-from strands_env.core import Action, Environment, RewardFunction, TaskContext
+from strands_env.core import Action, Environment, RewardFunction, TaskContext, has_effect
 from strands_env.eval import Evaluator
 from strands_env.replay import STAGES, assert_replays, replay, replay_page, summary
 from strands_sglang import SGLangModel, Trajectory
@@ -656,6 +656,41 @@ async def test_a_sub_agent_that_is_not_asked_any_more(tokenizer, tmp_path):
     asks = False
     assert places(await replayed(tmp_path, make, tools="live")) == [("agent", 1)]
     assert places(await replayed(tmp_path, make)) == []
+
+
+@pytest.mark.parametrize("tools", ["recorded", "live"])
+async def test_a_sub_agent_whose_tool_ran_again_replays(tokenizer, tmp_path, tools):
+    """The process died inside a tool that had asked: the resumed episode asked again, and a replay asks once."""
+
+    def make(client):
+        @has_effect("pure")
+        @tool
+        async def count(what: str) -> str:
+            """Count."""
+            agent = make_agent(model, system_prompt="You count.")
+            return f"{await agent.invoke_async(what)} {await agent.invoke_async('Sure?')}"
+
+        model = SGLangModel(tokenizer=tokenizer, client=client)
+        env = Environment(lambda: model, journal=tmp_path / "whole")
+        env.get_tools = lambda: [count]
+        return env
+
+    def answer(request):
+        if "You count" in request.text:
+            return "four"
+        return "Done." if "<tool_response>" in request.text else call("count", what="tea")
+
+    server = ScriptedSGLang(tokenizer, answer)
+    await make(server.client()).step(Action(message="Buy."))
+    content = next((tmp_path / "whole").iterdir()).read_bytes()
+    turns = [entry for entry in read_entries(content) if entry.kind == "turn"]
+    for number, killed_after in enumerate(turns[1:3]):
+        file = tmp_path / f"killed-{number}.journal"
+        file.write_bytes(content[: killed_after.end])
+        await make(server.client()).resume(file)
+        [one] = await replayed(file, lambda action: make(dead(tokenizer)), tools=tools)
+        assert len(one.recorded.turns) == 5 + number
+        assert one.is_same, one
 
 
 @pytest.mark.parametrize("when", [BeforeModelCallEvent, AfterInvocationEvent])
