@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import chain, product, zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -23,16 +23,16 @@ from typing import Any, cast
 from strands_sglang import Journal, JournalError, TerminationReason, Trajectory
 from strands_sglang.credit import RowsFileError, TrainingRow, TrainingRows, losses, policy_loss
 from strands_sglang.shown import counted, one_line, visible
-from strands_sglang.trajectory.recording import Difference
+from strands_sglang.trajectory.recording import Difference, Recording, shared_length
 from strands_sglang.viewer import Finding, Group, UnreadableError, as_group, findings, read_episodes, render
 
-from .core import Action, Environment
+from .core import Action, Environment, Observation, TokenObservation
 from .core.durable import checkpoint
 from .core.environment import read_conversation
 from .core.rerun import RecordedEpisode, Rerun, Tools
 from .core.supervision import maybe_await
 from .eval import CheckpointError, EvalSample
-from .eval.checkpoint import read_record, read_records, read_run, results_file, trajectory_file
+from .eval.checkpoint import encode, read_record, read_records, read_run, results_file, trajectory_file
 from .eval.episodes import EnvironmentFactory
 
 STAGES = ("record", "agent", "tools", "outcome", "reward", "credit", "loss")
@@ -164,15 +164,19 @@ def _samples(path: Path) -> Iterator[RecordedEpisode | tuple[str, Exception]]:
     try:
         run = read_run(path)
         keys = run.sample_keys
-        places = {record["key"]: place for place, record in read_records(results_file(path)) if record["key"] in keys}
+        places = {record["key"]: place for place, record in read_records(results_file(path))}
     except CheckpointError as error:
         yield str(path), error
         return
-    for key in (key for key in keys if key in places):
+    for key in keys:
         name = "{} #{}".format(*keys[key])
+        file = trajectory_file(results_file(path), key)
+        if key not in places and not file.is_file():  # it has not ended
+            continue
         try:
+            if key not in places:
+                raise NotEnoughError("its model calls are kept, but not its result")
             sample = EvalSample.from_record(read_record(places[key]))
-            file = trajectory_file(results_file(path), key)
             if not file.is_file():
                 raise NotEnoughError("its model calls are not kept: evaluate with --keep-trajectories")
             sample.action.message = _with_bytes(sample.action.message)
@@ -281,7 +285,8 @@ def _check_record(replayed: Replayed, group: Group, found: Iterable[Finding]) ->
         group: The group with the episode.
         found: What the doctor found in it.
     """
-    first = next((one for one in found if one.kind in (*_CONTRADICTIONS, *_CREDIT)), None)
+    known = (*_CONTRADICTIONS, *_CREDIT, *(_NOT_TRAINED if group.kind == "step" else ()))
+    first = next((one for one in found if one.kind in known), None)
     if first is None:
         replayed.stages["record"] = SAME
         return True
@@ -290,7 +295,7 @@ def _check_record(replayed: Replayed, group: Group, found: Iterable[Finding]) ->
         episode = next(one for one in group.episodes if one.id == first.episode)
         steps = episode.sequences[first.sequence].steps
         turn = next((step.turn.index for step in steps if token < step.stop), None)
-    stage = "credit" if first.kind in _CREDIT else "record"
+    stage = "credit" if first.kind in _CREDIT and group.kind == "step" else "record"
     replayed.differs(Difference(f"{first.kind}: {first.why}", turn, token, stage=stage))
     return False
 
@@ -303,49 +308,84 @@ _CREDIT = (
     *("mask-not-sampled", "mask-off-policy", "not-trained", "trained-twice", "advantage", "weight"),
     *("reward-sibling", "group", "left-out"),
 )
-"""Kinds of findings that mean that a file is not what was recorded; others tell how the episode went."""
+_NOT_TRAINED = ("cut-complete", "reward-failure")
+"""Kinds of findings that mean that a file is not what was recorded; others tell how the episode went.
+
+Episodes that ended as those of the last kinds do not become rows.
+"""
 
 
 async def _run_again(replayed: Replayed, episode: RecordedEpisode, env: Environment, tools: Tools) -> None:
     replayed.changed = _changed(episode.identity or {}, json.loads(json.dumps(env.identity(), default=str)))
-    reward = _why_no_reward(env, tools)
+    reward = _why_no_reward(env, tools, episode.result.reward)
     env.journal, env.retries, env.rerun = None, 0, Rerun(episode, tools)
     if reward is not None:
         env.reward_fn = None
     recording = env.rerun.recording
     result = await env.step(episode.action.model_copy(deep=True))
     replayed.now = recording.trajectory
-    then, now = episode.result.termination_reason, result.termination_reason
+    then, now = episode.result, result.termination_reason
     if now is TerminationReason.TIMEOUT and recording.difference is None and not recording.has_ended:
         replayed.stages["agent"] = f"the run took more than {env.episode_timeout} s"
         return
     if not recording.has_ended:
-        recording.check_end()
+        recording.check_end(of_all=tools == "live")
     difference = recording.difference
+    if difference is None and not recording.has_ended:
+        difference = _other_message(recording, then.observation, result.observation)
     if difference is not None:
         replayed.differs(replace(difference, now=result.error) if difference.now is None else difference)
         return
     replayed.stages |= {"agent": SAME, "tools": SAME if tools == "live" else "recorded only"}
+    now = episode.outcome if recording.has_ended else now
+    if then.termination_reason is not now:
+        last = max((turn.index for turn in episode.trajectory.turns), default=None)
+        told = now.value if result.error is None or recording.has_ended else f"{now.value} ({result.error})"
+        replayed.differs(Difference("outcome", last, None, then.termination_reason.value, told, "outcome"))
+        return
+    replayed.stages |= {"outcome": SAME, "reward": reward or SAME, "credit": MISSING, "loss": MISSING}
     if recording.has_ended:
         replayed.stages |= dict.fromkeys(("outcome", "reward"), "recorded only: the run ended where the record ends")
-    elif then is not now:
-        last = max((turn.index for turn in episode.trajectory.turns), default=None)
-        told = now.value if result.error is None else f"{now.value} ({result.error})"
-        replayed.differs(Difference("outcome", last, None, then.value, told, "outcome"))
         return
-    else:
-        replayed.stages |= {"outcome": SAME, "reward": reward or SAME}
-        values = [None if one.reward is None else one.reward.reward for one in (episode.result, result)]
-        if reward is None and values[0] != values[1]:
-            why = values[1] if result.reward_error is None else result.reward_error
-            replayed.differs(Difference("reward", None, None, values[0], why, "reward"))
-            return
-    replayed.stages |= dict.fromkeys(("credit", "loss"), MISSING)
+    values = [None if one.reward is None else one.reward.reward for one in (then, result)]
+    if reward is None and values[0] != values[1]:
+        why = values[1] if result.reward_error is None else result.reward_error
+        replayed.differs(Difference("reward", None, None, values[0], why, "reward"))
+    elif then.observation.tokens is not None and result.observation.tokens is not None:
+        replayed.stages["credit"] = SAME
+        difference = _other_token(recording, then.observation.tokens, result.observation.tokens)
+        if difference is not None:
+            replayed.differs(difference)
 
 
-def _why_no_reward(env: Environment, tools: Tools) -> str | None:
+def _other_message(recording: Recording, then: Observation, now: Observation) -> Difference | None:
+    """Return the first message that differs although no prompt does; it belongs to the answer that it is or follows."""
+    for at, pair in enumerate(zip_longest(then.messages, now.messages)):
+        one, other = (None if message is None else [message["role"], message["content"]] for message in pair)
+        if encode(one) != encode(other):
+            longer = max(then.messages, now.messages, key=len)
+            count = sum(message["role"] == "assistant" for message in longer[: at + 1])
+            answers = recording.answers()[: max(count, 1)]
+            turn = answers[-1].index if answers else None
+            return Difference("the messages", turn, None, one and one[1], other and other[1])
+    return None
+
+
+def _other_token(recording: Recording, then: TokenObservation, now: TokenObservation) -> Difference | None:
+    """Return the first value that differs in the columns that a result has besides the model calls."""
+    for name in ("token_ids", "loss_mask", "logprobs"):
+        one, other = getattr(then, name), getattr(now, name)
+        if one != other:
+            at = shared_length(one, other)
+            paths = ((turn.index, turn.token_ids()) for turn in recording.answers())
+            turn = next((turn for turn, ids in paths if at < len(ids) and ids[:at] == now.token_ids[:at]), None)
+            return Difference(name, turn, at, one[at : at + 1], other[at : at + 1], "credit")
+    return None
+
+
+def _why_no_reward(env: Environment, tools: Tools, recorded: Any) -> str | None:
     """Return why a reward is not computed again; None if it is."""
-    if env.reward_fn is None:
+    if env.reward_fn is None and recorded is None:
         return "there is no reward function"
     if getattr(env.reward_fn, "asks_a_model", False):
         return "recorded only: it asks a model"

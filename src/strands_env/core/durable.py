@@ -207,13 +207,14 @@ class Recorder(HookProvider):
         if result.termination_reason in MAY_CONTINUE:
             return
         end = None if self.trajectory is None else self.trajectory.end
+        changed = {} if self.trajectory is None else {"tool_results": self.trajectory.tool_results}
         left_out = {"observation": {"messages", "tokens", "trajectory"}}
         try:
             dumped = to_jsonable_python(result.model_dump(exclude=left_out), fallback=str, bytes_mode="base64")
         except Exception as error:  # what metrics hold is the environment's
             self._lose(error)
             return
-        self._write("end", {"end": None if end is None else asdict(end), "result": dumped}, {})
+        self._write("end", {"end": None if end is None else asdict(end), "result": dumped, **changed}, {})
 
     def _write_turn(self, kind: str, data: dict[str, Any], tensors: Mapping[str, Any]) -> None:
         self._write(kind, {**data, "call": _call.get()}, tensors)
@@ -229,7 +230,7 @@ class Recorder(HookProvider):
         try:
             # Sub-agents record their turns in threads of tools.
             with nullcontext() if self.trajectory is None else self.trajectory.lock:
-                data = {**data, **self._new_messages()}
+                data = {**self._new_messages(), **data}
                 if self.trajectory is not None and kind != "turn":
                     data["changed"] = self._turns.changed(self.trajectory.turns)
                 self.journal.append(kind, data, tensors)
@@ -364,7 +365,7 @@ class Checkpoint:
         counts: What the agent and its limiter have counted.
         state: The environment's own state.
         results: Results of the calls of the last message that have ended, by toolUseId.
-        returned: What earlier calls returned, by toolUseId, where the messages hold something else.
+        returned: What earlier calls returned, by toolUseId, before hooks have changed or removed it.
         repeated: The calls that have ended since the state was kept, and that changed it, by toolUseId.
         asked_again: Answers to sub-agents in calls that had not ended: the calls run again, and ask again.
         interrupted: Why it cannot continue although its environment can; None if it can.
@@ -493,7 +494,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             for use in chain.from_iterable(tool_uses([message]) for message in new):
                 uses[use["toolUseId"]] = use
             point.agent = data.get("agent", point.agent)
-            point.returned |= decode_bytes_values(data.get("tool_results", {}))
+            point.returned |= results_in(new) | decode_bytes_values(data.get("tool_results", {}))
             point.seconds, point.counts = data["seconds"], data
             if any(message["role"] == "assistant" for message in data["messages"]):
                 unseen = None
@@ -519,7 +520,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             if call is not None and call["effect"] != "pure":
                 repeated[data["call"]] = {**uses[data["call"]], "name": call["name"]}
         elif entry.kind == "end":
-            point.result = data["result"]
+            point.result, unseen = data["result"], None  # a hook may have removed the answer
         if "state" in data:
             archive = entry.tensors.get("state")
             point.state = decode_bytes_values(data["state"]) if archive is None else archive.tobytes()
@@ -533,7 +534,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             point.trajectory.resume(turn)
     if point.state is not None:
         point.repeated = repeated
-    ended = {*point.results, *chain.from_iterable(map(_results_in, point.messages))}
+    ended = {*point.results, *results_in(point.messages)}
     inside = [turn for turn in point.trajectory.turns if callers.get(turn.index) not in (None, *ended)]
     point.asked_again = [turn for turn in inside if turn.is_answered]
     counts = point.trajectory.tool_parse_errors
@@ -553,8 +554,10 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     return point
 
 
-def _results_in(message: Message) -> list[str]:
-    return [block["toolResult"]["toolUseId"] for block in message["content"] if "toolResult" in block]
+def results_in(messages: Sequence[Message]) -> dict[str, ToolResult]:
+    """Return the results of tools in messages, by toolUseId."""
+    blocks = (block for message in messages for block in message["content"] if "toolResult" in block)
+    return {block["toolResult"]["toolUseId"]: block["toolResult"] for block in blocks}
 
 
 def _position_before(entries: Sequence[Entry], begin: int, index: int, journal: Journal) -> int:

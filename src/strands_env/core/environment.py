@@ -61,7 +61,7 @@ from strands_sglang import (
     termination_reason,
 )
 
-from .durable import Checkpoint, Effect, ForkPoints, Recorder, checkpoint, effect_of, tool_uses
+from .durable import Checkpoint, Effect, ForkPoints, Recorder, checkpoint, effect_of, results_in, tool_uses
 from .identity import Identified, describe
 from .rerun import Rerun
 from .supervision import (
@@ -212,22 +212,25 @@ class EpisodeHooks(HookProvider):
         with suppress(Exception):  # what cannot be copied is not kept
             self.returned[event.tool_use["toolUseId"]] = _deepcopy(returned, {})
 
-    def changed_results(self, messages: Sequence[Message]) -> dict[str, Any]:
+    def changed_results(self, messages: Sequence[Message], *, are_all: bool = False) -> dict[str, Any]:
         """Return what calls returned if messages hold something else; None for calls that did not run.
 
         Bytes are in Strands' form for JSON. What JSON cannot hold is left out.
 
         Args:
             messages: Messages with results.
+            are_all: Whether they are all messages, so that a hook has removed the results that they lack.
         """
         changed = {}
-        for message in messages:
-            for block in message["content"]:
-                shown = block.get("toolResult", {})
-                use_id = shown.get("toolUseId")
-                if use_id in self.returned and self.returned[use_id] != shown:
-                    with suppress(TypeError, ValueError, RecursionError):
-                        changed[use_id] = json.loads(json.dumps(encode_bytes_values(self.returned[use_id])))
+        shown = results_in(messages)
+        for use_id in self.returned if are_all else shown:
+            if use_id not in self.returned:
+                continue
+            with suppress(TypeError, ValueError, RecursionError):  # a results file has no NaN
+                if self.returned[use_id] == shown.get(use_id, {}) and json.dumps(shown[use_id], allow_nan=False):
+                    continue
+            with suppress(TypeError, ValueError, RecursionError):
+                changed[use_id] = json.loads(json.dumps(encode_bytes_values(self.returned[use_id])))
         return changed
 
     def _exceeded_limit(self, event: BeforeToolCallEvent) -> str | None:
@@ -877,7 +880,7 @@ class Environment(Identified):
             result.error = f"the agent stopped with {end.stop_reason}, from which an episode cannot continue"
         if episode.trajectory is not None:
             episode.trajectory.settle(messages)
-            episode.trajectory.tool_results.update(episode.hooks.changed_results(messages))
+            episode.trajectory.tool_results.update(episode.hooks.changed_results(messages, are_all=True))
             observation.trajectory = episode.trajectory
             sequence = episode.trajectory.latest_main_sequence(warn=True)
             observation.tokens = TokenObservation.from_token_manager(sequence)

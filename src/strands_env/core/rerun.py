@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,13 +11,14 @@ from typing import Any, Literal
 from strands.hooks import HookOrder, HookProvider, HookRegistry
 from strands.hooks.events import AfterToolCallEvent, BeforeToolCallEvent
 from strands.types.content import Message
-from strands.types.session import decode_bytes_values
+from strands.types.session import decode_bytes_values, encode_bytes_values
 from strands.types.tools import ToolResult
 from typing_extensions import override
 
 from strands_sglang import TerminationReason, Trajectory
 from strands_sglang.trajectory.recording import Difference, Recording
 
+from .durable import results_in
 from .tools import ContainedTool
 from .types import Action, StepResult
 
@@ -52,14 +54,16 @@ class RecordedEpisode:
     trajectory: Trajectory
     identity: Mapping[str, Any] | None = None
 
+    @property
+    def outcome(self) -> TerminationReason:
+        """How the episode ended, as its model calls have it; a file of results may say something else."""
+        end = self.trajectory.end
+        noted = None if end is None else end.outcome
+        return self.result.termination_reason if noted is None else TerminationReason(noted)
+
     def tool_results(self) -> dict[str, ToolResult | None]:
         """Return what the tools returned, by toolUseId; None for a call that did not run."""
-        results: dict[str, ToolResult | None] = {}
-        for message in self.result.observation.messages:
-            for block in message["content"]:
-                if "toolResult" in block:
-                    results[block["toolResult"]["toolUseId"]] = block["toolResult"]
-        return {**results, **decode_bytes_values(self.trajectory.tool_results)}
+        return {**results_in(self.result.observation.messages), **decode_bytes_values(self.trajectory.tool_results)}
 
 
 @dataclass
@@ -78,8 +82,7 @@ class Rerun(HookProvider):
 
     def __post_init__(self) -> None:
         """Begin at the first model call."""
-        is_cut_off = self.episode.result.termination_reason in ENDED_BY_OTHERS
-        self.recording = Recording(self.episode.trajectory, is_cut_off=is_cut_off)
+        self.recording = Recording(self.episode.trajectory, is_cut_off=self.episode.outcome in ENDED_BY_OTHERS)
         self._results = self.episode.tool_results()
 
     @override
@@ -97,7 +100,7 @@ class Rerun(HookProvider):
         """
         recorded = self.episode.result.observation.messages
         at = len(messages) - before
-        outcome = self.episode.result.termination_reason
+        outcome = self.episode.outcome
         if at >= len(recorded):
             self.recording.has_ended = outcome not in (TerminationReason.TASK_COMPLETE, *_LIMITS)
             return "The record ends here." if outcome in _LIMITS else None
@@ -129,7 +132,7 @@ class Rerun(HookProvider):
         then: Any
         now: Any
         then, now = ({"status": "success", **one, "toolUseId": ""} for one in (recorded, event.result))
-        if then != now:
+        if _as_json(then) != _as_json(now):
             what = f"the result of {event.tool_use['name']}"
             if then["status"] == now["status"]:
                 then, now = then["content"], now["content"]
@@ -137,9 +140,9 @@ class Rerun(HookProvider):
 
     def _has_ended_the_loop(self) -> bool:
         """Whether the record ends with the results of tools, which have ended it."""
-        result = self.episode.result
-        is_last = any("toolResult" in block for block in result.observation.messages[-1]["content"])
-        is_complete = result.termination_reason is TerminationReason.TASK_COMPLETE
+        messages = self.episode.result.observation.messages
+        is_last = any("toolResult" in block for block in messages[-1]["content"])
+        is_complete = self.episode.outcome is TerminationReason.TASK_COMPLETE
         return is_last and is_complete and self.recording.is_over()
 
     def _turn(self, use: Any) -> int | None:
@@ -147,3 +150,8 @@ class Rerun(HookProvider):
             if any(call["toolUseId"] == use["toolUseId"] for call in turn.tool_calls):
                 return turn.index
         return None
+
+
+def _as_json(result: Any) -> str:
+    """Return a result as a file has it: NaN is itself, and a tuple a list."""
+    return json.dumps(encode_bytes_values(result), sort_keys=True, default=repr)

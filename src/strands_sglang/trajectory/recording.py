@@ -15,7 +15,7 @@ from strands.types.exceptions import ContextWindowOverflowException
 
 from ..outcomes import TerminationReason
 from .trajectory import Trajectory
-from .turn import RecordedError, Turn
+from .turn import RecordedError, Turn, TurnStatus
 
 _SHOWN = 12
 """Tokens that a difference shows."""
@@ -70,7 +70,8 @@ class Recording:
         self.has_ended = False
         self.trajectory = Trajectory()
         self.trajectory.source = self
-        self._waiting = list(recorded.turns)
+        # Calls in a tool that ran again after a kill were made again, and a replay makes them once.
+        self._waiting = [turn for turn in recorded.turns if turn.fate is None or turn.fate.kind != "run_again"]
         self._main = next((turn.agent for turn in recorded.turns if not turn.is_auxiliary), None)
         self._twins: dict[int, Turn] = {}  # the recorded turns, by the index of the new ones
         self._agents: dict[str | None, str | None] = {}  # the recorded ones, by the new ones
@@ -104,8 +105,7 @@ class Recording:
                 self._twins[turn.index] = found
                 self._agents.setdefault(turn.agent, found.agent)
                 return found
-            known = self._agents.get(turn.agent)
-            waiting = [one for one in self._waiting if known is None or one.agent == known]
+            waiting = self._next_of(turn.agent)
             if not waiting and self.is_cut_off:
                 self.has_ended = True
                 raise ReplayDifferenceError("the record ends here")
@@ -123,6 +123,19 @@ class Recording:
                 then, now = (self._text(one, token) for one in (nearest.token_ids()[: nearest.prompt_tokens], ids))
                 what = Difference(told, nearest.index, token, then, now)
             self.differ(what)
+
+    def _next_of(self, agent: str | None) -> list[Turn]:
+        """Return the turns that an agent may ask next: the next one of its own, or the first ones of those not seen."""
+        known = self._agents
+        may_be = {known[agent]} if agent in known else {one.agent for one in self._waiting} - {*known.values()}
+        own = [one for one in self._waiting if one.agent in may_be]
+        first = {one.agent: one for one in reversed(own)}
+        found = [one for one in own if one.agent is None or one is first[one.agent]]  # calls from outside run at once
+        return found if self._twins else found[:1]
+
+    def answers(self) -> list[Turn]:
+        """Return the recorded turns whose answers the main agent's messages hold."""
+        return [turn for turn in self.recorded.turns if turn.was_added and turn.agent == self._main]
 
     def is_over(self, agent: str | None = None) -> bool:
         """Whether all recorded turns of an agent were asked; by default, of the main agent."""
@@ -184,18 +197,22 @@ class Recording:
             return ContextWindowOverflowException(recorded.failure)
         return RecordedError(recorded.failure or "the call did not end", recorded.failure_outcome)
 
-    def check_end(self) -> None:
-        """Note a difference in what became of the answers, or of a turn of the main agent that was not asked."""
-        if self.difference is not None:
-            return
-        missing = next((turn for turn in self._waiting if turn.agent == self._main), None)
-        if missing is not None:
+    def check_end(self, *, of_all: bool = False) -> None:
+        """Note a difference in what became of the answers, or a turn that was not asked.
+
+        Args:
+            of_all: Whether all agents ask again, and not only the main one.
+        """
+        twins = ((turn, self._twins[turn.index]) for turn in self.trajectory.turns if turn.index in self._twins)
+        changed = [(turn, recorded) for turn, recorded in twins if turn.status is not recorded.status]
+        # No call follows an answer that is lost; one that no call follows is kept, but not built on.
+        lost = [one for one in changed if one[0].status not in (TurnStatus.COMMITTED, TurnStatus.FINAL)]
+        missing = next((turn for turn in self._waiting if of_all or turn.agent == self._main), None)
+        if missing is not None and not lost:
             self.note(Difference("a model call that is not made any more", missing.index, None, missing.reason))
-        for turn in self.trajectory.turns:
-            recorded = self._twins.get(turn.index)
-            if recorded is not None and turn.status is not recorded.status:
-                then, now = (f"{one.status.value} {one.note}".strip() for one in (recorded, turn))
-                self.note(Difference("what became of the answer", recorded.index, None, then, now))
+        for turn, recorded in lost or changed:
+            then, now = (f"{one.status.value} {one.failure or one.note}".strip() for one in (recorded, turn))
+            self.note(Difference("what became of the answer", recorded.index, None, then, now))
 
 
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:

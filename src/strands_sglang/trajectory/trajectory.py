@@ -155,8 +155,8 @@ class Trajectory:
         is_changed: Whether it was read from a file that was changed since; see `from_bytes`.
         packages: Versions of the packages that recorded it, by name; empty in files of earlier releases.
         context_length: Maximum length of prompt and answer that its server reported last; None if unknown.
-        tool_results: What tool calls returned, by toolUseId, where the messages hold something else: a hook has changed
-            it.
+        tool_results: What tool calls returned, by toolUseId, where the messages do not hold it: a hook has changed or
+            removed it.
         source: Answers its calls in place of a server; None for the server.
     """
 

@@ -20,10 +20,10 @@ from itertools import cycle, islice
 import pytest
 from strands import tool
 from strands.hooks import HookProvider
-from strands.hooks.events import AfterModelCallEvent, AfterToolCallEvent, BeforeModelCallEvent
+from strands.hooks.events import AfterInvocationEvent, AfterModelCallEvent, AfterToolCallEvent, BeforeModelCallEvent
 
 from strands_env import cli
-from strands_env.core import Action, Environment, RewardFunction, TaskContext
+from strands_env.core import Action, Environment, RewardFunction, TaskContext, has_effect
 from strands_env.eval import Evaluator
 from strands_env.replay import STAGES, assert_replays, replay, replay_page, summary
 from strands_sglang import SGLangModel, Trajectory
@@ -398,6 +398,118 @@ async def test_mutations_are_found_at_their_stage_and_turn(recorded, tokenizer, 
     assert len(wrong) <= MUTATIONS // 100, "\n".join(map(str, wrong))
 
 
+def places(found):
+    return [(one.difference.stage, one.difference.turn) for one in found if one.difference is not None]
+
+
+def results_of(folder, change):
+    """Change the first record of an evaluation."""
+    [line, *rest] = (folder / "results.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    change(record)
+    (folder / "results.jsonl").write_text("\n".join([json.dumps(record), *rest]) + "\n")
+
+
+async def test_a_prompt_that_begins_like_the_answer_differs_at_its_own_turn(recorded, tokenizer):
+    """Later turns share more tokens with it: they begin with the answer, too."""
+    seed = next(seed for seed in range(12) if script(seed)[0].startswith("<tool_call>"))
+    template = tokenizer.chat_template + "{{- '<tool_call>\\n' }}"
+    found = await replayed(recorded / f"shop-{seed}", environment(tokenizer, seed, model={"chat_template": template}))
+    assert places(found) == [("agent", 0)]
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+async def test_a_parser_that_raises_is_found_where_it_does(recorded, tokenizer, turn):
+    class Raises(HermesToolParser):
+        asked = 0
+
+        def parse_turn(self, *args, **kwargs):
+            Raises.asked += 1
+            if Raises.asked > turn:
+                raise ValueError("a mistake")
+            return super().parse_turn(*args, **kwargs)
+
+    found = await replayed(recorded / "shop-1", environment(tokenizer, 1, model={"tool_parser": Raises()}))
+    assert places(found) == [("agent", turn)]
+    assert "ValueError: a mistake" in str(found[0])
+
+
+@pytest.mark.parametrize("outcome", ["timeout", "aborted", "agent_error", "max_turns_reached", "max_messages_reached"])
+async def test_an_outcome_that_the_model_calls_contradict(tokenizer, tmp_path, outcome):
+    """No run is steered by it: an episode whose clock had run out would be compared up to there only."""
+    make = lambda action: Chat(lambda: SGLangModel(tokenizer=tokenizer, client=server.client()))  # noqa: E731
+    server = ScriptedSGLang(tokenizer, lambda request: "Yes.")
+    await evaluate(tmp_path, make)
+    results_of(tmp_path, lambda record: record.update(termination_reason=outcome))
+    assert places(await replayed(tmp_path, make)) == [("outcome", 2)]
+
+
+@pytest.mark.parametrize("at", ["first", "last", "gone", "more"])
+async def test_messages_that_the_run_does_not_have(recorded, tokenizer, tmp_path, at):
+    shutil.copytree(recorded / "shop-1", tmp_path, dirs_exist_ok=True)
+
+    def change(record):
+        messages = record["observation"]["messages"]
+        if at == "gone":
+            messages.pop()
+        elif at == "more":
+            messages.append({"role": "assistant", "content": [{"text": "More."}]})
+        else:
+            messages[1 if at == "first" else -1]["content"].insert(0, {"text": "Forged."})
+
+    results_of(tmp_path, change)
+    turns = _turns(tmp_path)
+    assert places(await replayed(tmp_path, environment(tokenizer, 1))) == [
+        ("agent", 0 if at == "first" else turns[-1].index)
+    ]
+
+
+async def test_a_hook_after_the_last_answer_is_found_before_its_reward(recorded, tokenizer):
+    hooks = [Checked(), Edits(AfterInvocationEvent, 0, lambda event: event.agent.messages.append(PS))]
+    [one] = await replayed(recorded / "shop-1", environment(tokenizer, 1, hooks=hooks))
+    assert (one.difference.stage, one.difference.now) == ("agent", PS["content"])
+
+
+PS = {"role": "assistant", "content": [{"text": "PS: buy more."}]}
+
+
+@pytest.mark.parametrize("name", ["token_ids", "loss_mask", "logprobs"])
+async def test_tokens_of_a_result_are_compared(tokenizer, tmp_path, name):
+    make = environment(tokenizer, 1)
+    evaluator = Evaluator(make, output_path=tmp_path, keep_trajectories=True, keep_tokens=True)
+    await evaluator.run([Action(message="Buy.")])
+    [one] = await replayed(tmp_path, make)
+    assert one.stages["credit"] == "same"
+    turn = _turns(tmp_path)[1]
+
+    def change(record):
+        record["observation"]["tokens"][name][turn.prompt_tokens] = 0
+
+    results_of(tmp_path, change)
+    assert places(await replayed(tmp_path, make)) == [("credit", 1)]
+
+
+async def test_a_result_or_a_reward_function_that_is_gone(tokenizer, tmp_path):
+    make = environment(tokenizer, 1)
+    await evaluate(tmp_path, make, prompts=2)
+    assert places(await replayed(tmp_path, environment(tokenizer, 1, reward_fn=None))) == [("reward", None)] * 2
+    file = tmp_path / "results.jsonl"
+    file.write_text(file.read_text().splitlines()[1] + "\n")
+    assert sorted(one.is_same for one in await replayed(tmp_path, make)) == [False, True]
+    [told] = [str(one) for one in await replayed(tmp_path, make) if not one.is_same]
+    assert "its model calls are kept, but not its result" in told
+
+
+async def test_an_outcome_that_a_step_contradicts(recorded, tmp_path):
+    shutil.copytree(recorded / "step-0", tmp_path, dirs_exist_ok=True)
+    name = TrainingRows.load(tmp_path / "rows.safetensors")[0].episode
+    file = tmp_path / "trajectories" / f"{name}.safetensors"
+    trajectory = Trajectory.load(file)
+    trajectory.note_end(outcome="aborted", reward=trajectory.end.reward)
+    trajectory.save(file)
+    assert "record" in {stage for stage, _ in places(await replayed(tmp_path))}
+
+
 async def test_nothing_differs_without_a_change(recorded, tokenizer):
     """No episode is accused, no server is asked, and every stage that a file holds is compared."""
     for seed in range(12):
@@ -520,6 +632,114 @@ async def test_sub_agents_replay_inside_live_tools(tokenizer, tmp_path):
         [one] = await replayed(tmp_path / "e", make(dead(tokenizer)), tools=tools)
         assert one.is_same, one
     assert len(one.now.turns) == 3
+
+
+async def test_a_sub_agent_that_is_not_asked_any_more(tokenizer, tmp_path):
+    """The tool returns the same; recorded tools do not ask, and cannot tell."""
+    answers = [call("count", what="tea"), "Four."]
+    server = ScriptedSGLang(tokenizer, lambda request: "four" if "You count" in request.text else answers.pop(0))
+    asks = True
+
+    def make(action):
+        model = SGLangModel(tokenizer=tokenizer, client=server.client())
+
+        @tool
+        async def count(what: str) -> str:
+            """Count."""
+            return str(await make_agent(model, system_prompt="You count.").invoke_async(what)) if asks else "four\n"
+
+        env = Environment(lambda: model)
+        env.get_tools = lambda: [count]
+        return env
+
+    await evaluate(tmp_path, make)
+    asks = False
+    assert places(await replayed(tmp_path, make, tools="live")) == [("agent", 1)]
+    assert places(await replayed(tmp_path, make)) == []
+
+
+@pytest.mark.parametrize("tools", ["recorded", "live"])
+async def test_a_sub_agent_whose_tool_ran_again_replays(tokenizer, tmp_path, tools):
+    """The process died inside a tool that had asked: the resumed episode asked again, and a replay asks once."""
+
+    def make(client):
+        @has_effect("pure")
+        @tool
+        async def count(what: str) -> str:
+            """Count."""
+            agent = make_agent(model, system_prompt="You count.")
+            return f"{await agent.invoke_async(what)} {await agent.invoke_async('Sure?')}"
+
+        model = SGLangModel(tokenizer=tokenizer, client=client)
+        env = Environment(lambda: model, journal=tmp_path / "whole")
+        env.get_tools = lambda: [count]
+        return env
+
+    def answer(request):
+        if "You count" in request.text:
+            return "four"
+        return "Done." if "<tool_response>" in request.text else call("count", what="tea")
+
+    server = ScriptedSGLang(tokenizer, answer)
+    await make(server.client()).step(Action(message="Buy."))
+    content = next((tmp_path / "whole").iterdir()).read_bytes()
+    turns = [entry for entry in read_entries(content) if entry.kind == "turn"]
+    for number, killed_after in enumerate(turns[1:3]):
+        file = tmp_path / f"killed-{number}.journal"
+        file.write_bytes(content[: killed_after.end])
+        await make(server.client()).resume(file)
+        [one] = await replayed(file, lambda action: make(dead(tokenizer)), tools=tools)
+        assert len(one.recorded.turns) == 5 + number
+        assert one.is_same, one
+
+
+@pytest.mark.parametrize("when", [BeforeModelCallEvent, AfterInvocationEvent])
+@pytest.mark.parametrize("is_journal", [False, True])
+async def test_results_that_a_hook_has_removed_replay(tokenizer, tmp_path, when, is_journal):
+    """A hook keeps the history short, and another one clears it: the results are still those that were returned."""
+
+    def keep_short(event):
+        messages = event.agent.messages
+        messages[:] = (
+            messages[:1] + messages[-2:] if when is BeforeModelCallEvent and len(messages) > 3 else messages[:1]
+        )
+
+    def make(client):
+        hooks = lambda: [Edits(when, count, keep_short) for count in range(5)]  # noqa: E731
+        answers = [*(call("price", item=item) for item in ("tea", "honey", "salt")), "Done."]
+        client = client or ScriptedSGLang(tokenizer, answers).client()
+        return lambda action: environment(tokenizer, client=client, hooks=hooks())(action)
+
+    env = make(None)(None)
+    if is_journal:
+        env.journal = tmp_path
+        await env.step(Action(message="Buy."))
+    else:
+        await evaluate(tmp_path, lambda action: env)
+    for tools in ("recorded", "live"):
+        [one] = await replayed(tmp_path, make(dead(tokenizer)), tools=tools)
+        assert one.is_same, one
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), (1, 2), {1: 2}])
+@pytest.mark.parametrize("tools", ["recorded", "live"])
+async def test_results_that_a_file_holds_in_another_form_replay(tokenizer, tmp_path, value, tools):
+    @tool
+    def odd() -> dict:
+        """Be odd."""
+        return {"status": "success", "content": [{"json": {"value": value}}]}
+
+    def make(client):
+        def create(action):
+            env = Environment(lambda: SGLangModel(tokenizer=tokenizer, client=client))
+            env.get_tools = lambda: [odd]
+            return env
+
+        return create
+
+    await evaluate(tmp_path, make(ScriptedSGLang(tokenizer, [call("odd"), "Done."]).client()))
+    [one] = await replayed(tmp_path, make(dead(tokenizer)), tools=tools)
+    assert one.is_same, one
 
 
 async def test_a_user_says_what_it_said(tokenizer, tmp_path):
