@@ -556,8 +556,9 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
 
 def results_in(messages: Sequence[Message]) -> dict[str, ToolResult]:
     """Return the results of tools in messages, by toolUseId."""
-    blocks = (block for message in messages for block in message["content"] if "toolResult" in block)
-    return {block["toolResult"]["toolUseId"]: block["toolResult"] for block in blocks}
+    blocks = chain.from_iterable(message["content"] for message in messages)
+    results = [block["toolResult"] for block in blocks if "toolResult" in block]
+    return {result["toolUseId"]: result for result in results}
 
 
 def _position_before(entries: Sequence[Entry], begin: int, index: int, journal: Journal) -> int:

@@ -423,7 +423,9 @@ def _target(record: Mapping[str, Any]) -> Any:
 
 
 def _text_of(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _score(record: Mapping[str, Any]) -> list[tuple[str, str]]:
