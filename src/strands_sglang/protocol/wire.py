@@ -103,23 +103,19 @@ class EncodedIds:
         return EncodedIds.joined((self, EncodedIds.of(ids, vocab_size)))
 
 
+@dataclass(frozen=True)
 class GenerateBody:
     """A `/generate` body without its `rid`, encoded once for all attempts.
 
-    The ids of a 32k prompt are 200 kB, and fresh memory costs more than copying. So only the latest body is kept.
+    Attributes:
+        parts: What follows the `rid` in the JSON object. Those of a conversation are the pieces that its turns keep.
     """
 
-    def __init__(self, *parts: bytes) -> None:
-        """Take the parts of the JSON object after its `rid`."""
-        self._parts = parts
-        self._latest, self._start = b"", 0
+    parts: tuple[bytes, ...]
 
     def with_rid(self, rid: str) -> bytes:
         """Return the body of one attempt."""
-        head = b'{"rid":' + orjson.dumps(rid) + b","
-        parts = (memoryview(self._latest)[self._start :],) if self._latest else self._parts
-        self._latest, self._start, self._parts = b"".join((head, *parts)), len(head), ()
-        return self._latest
+        return b"".join((b'{"rid":', orjson.dumps(rid), b",", *self.parts))
 
 
 def encode_generate(
@@ -158,12 +154,12 @@ def encode_generate(
     except TypeError as error:
         raise ValueError(f"the request cannot be written as JSON: {error}") from error
     if not isinstance(input_ids, EncodedIds):
-        return GenerateBody(b'"input_ids":', encode_token_ids(input_ids, vocab_size), b",", encoded[1:])
+        return GenerateBody((b'"input_ids":', encode_token_ids(input_ids, vocab_size), b",", encoded[1:]))
     if not input_ids.count:
         raise ValueError(NO_IDS)
     first, *others = input_ids.pieces
     more = chain.from_iterable((b",", piece) for piece in others)
-    return GenerateBody(b'"input_ids":[', first, *more, b"],", encoded[1:])
+    return GenerateBody((b'"input_ids":[', first, *more, b"],", encoded[1:]))
 
 
 class UnfitAnswerError(SGLangDecodingError):
