@@ -24,7 +24,7 @@ import logging
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import chain, groupby, product
@@ -403,10 +403,9 @@ class ChatTemplate:
         pictures = tuple(pictures_of(messages))
         messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
         text = self.render(messages, tools, add_generation_prompt=True)
-        lost = find_lost(self, [], messages, tools)
-        if lost is not None:
+        for index, part in find_lost(self, [], messages, tools):
             raise ChatTemplateError(
-                f"{places[lost[0]]}: the chat template drops the {lost[1]} of this conversation; leave it out, or pass "
+                f"{places[index]}: the chat template drops the {part} of this conversation; leave it out, or pass "
                 "a template that renders all parts, chat_template=<jinja text>"
             )
         if tools and not self._warned_of_tools and not self.shows_tools:
@@ -539,9 +538,8 @@ class ChatTemplate:
     ) -> TextAfterTurn:
         """Return what `text_after_turn` returns, and reject a text that lacks a part of the messages."""
         after = text_after_turn(self, before, messages, tools)
-        lost = find_lost(self, before, messages, tools)
-        if lost is not None:
-            raise UnprovenContinuationError(f"the chat template drops the {lost[1]} after the turn")
+        for _, part in find_lost(self, before, messages, tools):
+            raise UnprovenContinuationError(f"the chat template drops the {part} after the turn")
         return after
 
     def _escaped(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[Sequence[ChatMessage], Tools]:
@@ -839,19 +837,19 @@ def with_marks(
 
 def find_lost(
     template: ChatTemplate, before: Sequence[ChatMessage], messages: Sequence[ChatMessage], tools: Tools
-) -> tuple[int, str] | None:
-    """Find what a template drops silently when it renders messages after others.
+) -> Iterator[tuple[int, str]]:
+    """Find what a template drops silently when it renders messages after others; nothing if it rejects them.
 
     The messages are rendered once more with a mark at the end of each text, because a template may write a text in
     another form.
 
-    Returns:
-        The position of the first message of which a part is missing, and the name of the part; None if there is none.
+    Yields:
+        The position of a message of which a part is missing, and the name of the part.
     """
     marked = [with_marks(message, template.sentinel) for message in messages]
     text = template.try_render([*before, *(message for message, _ in marked)], tools, add_generation_prompt=True)
     if text is None:
-        return None
+        return
     position = 0
     for index, (_, parts) in enumerate(marked):
         for mark, part in parts.items():
@@ -859,9 +857,8 @@ def find_lost(
             if found < 0:
                 found = text.find(mark)
             if found < 0:
-                return index, part
-            position = found
-    return None
+                yield index, part
+            position = max(found, 0)
 
 
 def _split(text: str, sentinel: str, stops: Sequence[str]) -> TextAfterTurn:
@@ -1122,17 +1119,17 @@ def prefix_arguments(template: ChatTemplate) -> str:
         ([*plain, {**assistant_turn([call], "b"), "reasoning_content": "r"}, probe_result(call)], [PROBE_TOOL]),
     ]
 
-    def render(probe: tuple[list[ChatMessage], Tools], arguments: Mapping[str, Any]) -> str | None:
-        return template.try_render(*probe, add_generation_prompt=False, arguments=arguments)
+    def renders(arguments: Mapping[str, Any]) -> list[str | None]:
+        return [
+            template.try_render(messages, tools, add_generation_prompt=False, arguments=arguments)
+            for messages, tools in probes
+        ]
 
     def changes(name: str) -> bool:
-        alone = {name: template.arguments[name]}
-        others = {other: value for other, value in template.arguments.items() if other != name}
-        # Some arguments matter only together with others.
-        pairs = [(render(probe, alone), render(probe, {})) for probe in probes]
-        pairs += [(render(probe, template.arguments), render(probe, others)) for probe in probes]
-        # If no probe renders with or without an argument, the argument may change anything.
-        return any(with_it != without for with_it, without in pairs) or pairs[0] == (None, None)
+        alone = renders({name: template.arguments[name]})
+        others = renders({other: value for other, value in template.arguments.items() if other != name})
+        # Some arguments matter only together with others, and one with which no probe renders may change anything.
+        return alone != renders({}) or renders(template.arguments) != others or alone[0] is None
 
     relevant = {name: value for name, value in template.arguments.items() if changes(name)}
     return json.dumps(relevant, sort_keys=True, default=repr)
