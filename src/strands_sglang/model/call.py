@@ -435,7 +435,7 @@ class ModelCall:
                 plan = _checked_plan(self.on_request(turn, plan), turn)
         finally:
             turn.sampling_params, turn.clamped = plan.sampling_params, plan.clamped
-            turn.request_fields = config.recorded_request_fields
+            turn.request_fields = config.own_request_fields()
         return plan
 
     async def _request(self, plan: RequestPlan) -> Generation:

@@ -149,7 +149,6 @@ class Turn:
             self._root = parent.root
             kept = len(parent.output_ids) if self.parent_kept is None else self.parent_kept
             self._before = parent.prompt_tokens + kept
-            self.roles = parent.roles if parent.roles == self.roles else self.roles  # one object for most turns
 
     def __reduce__(self) -> Any:
         """Pickle and copy the turn as part of its trajectory.
