@@ -1,6 +1,6 @@
 """Readers that formats share: marks, the structure of a turn, argument values, and common shapes of calls."""
 
-from ..results import MAX_CALLS, BrokenCallError, ToolCallStatus, ToolParseResult, failed_call
+from ..results import BrokenCallError, ToolCallStatus, ToolParseResult, failed_call
 from .calls import (
     Call,
     JSONSection,
@@ -15,7 +15,6 @@ from .calls import (
     read_json_call,
     read_json_list,
     read_list_to_end,
-    read_one,
     read_section,
 )
 from .marks import CallSpan, Mark, MarkedText, MarkKind, ReadCall, Span, SpanKind
@@ -29,7 +28,6 @@ from .values import (
     json_or_python,
     next_item,
     read_arguments,
-    read_literal,
     shorten,
     skip_space,
     strict_json,
@@ -38,7 +36,6 @@ from .values import (
 
 __all__ = [
     "JSON_TYPES",
-    "MAX_CALLS",
     "MAX_JSON_DEPTH",
     "BrokenCallError",
     "Call",
@@ -74,8 +71,6 @@ __all__ = [
     "read_json_call",
     "read_json_list",
     "read_list_to_end",
-    "read_literal",
-    "read_one",
     "read_section",
     "shorten",
     "skip_space",
