@@ -337,12 +337,6 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
 
     @cached_property
-    def variables(self) -> dict[str, Any]:
-        """What the template reads besides messages and tools, to open the model's turn."""
-        given = {**self.tokenizer.special_tokens_map, **self.arguments}
-        return {**given, "documents": None, "add_generation_prompt": True}
-
-    @cached_property
     def jinja(self) -> Any:
         """The compiled template; None if the installed transformers compiles it elsewhere."""
         if not isinstance(self._template, str) or not is_plain(self.arguments):
@@ -678,9 +672,16 @@ class Shapes:
             {name: Hole(next(numbers)) if name in _HOLES else value for name, value in message.items()}
             for message in messages
         ]
-        formed = template.forms.put([*before[:-1], turn])
+        variables = {
+            **template.tokenizer.special_tokens_map,
+            **template.arguments,
+            "documents": None,
+            "add_generation_prompt": True,
+            "messages": [*template.forms.put([*before[:-1], turn]), *new],
+            "tools": tools,
+        }
         try:
-            parts = with_holes({**template.variables, "messages": [*formed, *new], "tools": tools})
+            parts = with_holes(variables)
         except (HoleReadError, Exception):  # templates raise whatever their expressions raise
             return None
         marked = [at for at, part in enumerate(parts) if isinstance(part, str) and sentinel in part]

@@ -42,7 +42,7 @@ from .export import export_sequences, helpers_tokens, sequence_of
 from .journal import Entry, is_journal, read_entries, turns_of, versions
 from .storage import TrajectoryFileError, decode_turns, encode_turns, read_fields, reading, write_file
 from .tokens import TokenManager
-from .turn import Turn, TurnStatus
+from .turn import Turn, TurnStatus, ids_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -195,10 +195,7 @@ class Trajectory:
             return
         earlier = dict(self.pieces)
         if self.encoder is not None:
-            ids = set(prompt_ids)
-            for turn in self._turns:
-                ids.update(turn.prompt_ids, turn.output_ids)
-            earlier.update(self.encoder.pieces(sorted(ids)))
+            earlier.update(self.encoder.pieces(sorted(ids_in(self._turns).union(prompt_ids))))
         there = encoder.pieces(earlier)
         for token_id, piece in earlier.items():
             if piece and piece.strip() != there[token_id].strip():  # tokenizers may differ in the first space

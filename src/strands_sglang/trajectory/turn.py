@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -325,6 +325,14 @@ class Turn:
     def sent_ids(self) -> list[int]:
         """Return `token_ids(as_sent=True)`."""
         return self.token_ids(as_sent=True)
+
+
+def ids_in(turns: Iterable[Turn]) -> set[int]:
+    """Return the ids of the tokens that turns added."""
+    ids: set[int] = set()
+    for turn in turns:
+        ids.update(turn.prompt_ids, turn.output_ids)
+    return ids
 
 
 def _turn_of(trajectory: Trajectory, index: int) -> Turn:
