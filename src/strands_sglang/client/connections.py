@@ -269,17 +269,11 @@ class LoopSession:
                 flight.answer.cancel()
             await self._guard.aclose()
 
-    def drop(self) -> None:
-        """Drop the connections of a loop that no longer runs."""
+    def drop(self, *, inherited: bool = False) -> None:
+        """Drop the connections of a loop that no longer runs, or leave inherited ones to the parent process."""
         self.closed = True
         if self._own is not None:
-            self._own.drop()
-
-    def forget(self) -> None:
-        """Leave the connections to the process that this one was forked from."""
-        self.closed = True
-        if self._own is not None:
-            self._own.forget()
+            self._own.drop(inherited=inherited)
 
     def _abort_task(self, base_url: str, rid: str, *, again: bool = False) -> asyncio.Task[bool]:
         return self.background(("abort", base_url, rid), partial(self._aborter.abort, base_url, rid, again=again))
@@ -388,7 +382,7 @@ class SessionPool:
         """Forget the sessions of the process that this one was just forked from."""
         self._lock = threading.Lock()  # a thread that exists no more may hold the other
         for session in self._sessions.values():
-            session.forget()
+            session.drop(inherited=True)
         self._sessions.clear()
 
 
@@ -491,14 +485,12 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         """Close the connections."""
         await self._session.close()
 
-    def forget(self) -> None:
-        """Let nothing close the connections, which another process uses: neither `aclose` nor the garbage collector."""
+    def drop(self, *, inherited: bool) -> None:
+        """Drop the connections after the loop was closed; let nothing close those that another process uses."""
         self._session.detach()
-        self._connector._closed = True
-
-    def drop(self) -> None:
-        """Drop the connections after the loop was closed."""
-        self._session.detach()
+        if inherited:
+            self._connector._closed = True
+            return
         # aiohttp only has a coroutine for this. It closes the connections before its first await, and there is no loop
         # left to await in.
         closing = self._connector.close().__await__()
