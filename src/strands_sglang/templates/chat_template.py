@@ -476,7 +476,7 @@ class ChatTemplate:
             "user turn": any(message["role"] == "user" for message in messages)
             or (turn.stop_token_id is None and not results),
         }
-        cases = [case for case in CASES if happens.get(case)]
+        cases = [case for case, does in happens.items() if does]
         proofs = [self.proof(case, has_system, bool(tools)) for case in cases]
         for proof in proofs:
             if proof.reason is not None:
