@@ -1016,9 +1016,6 @@ def slime_client_arguments(args: Any, **overrides: Any) -> dict[str, Any]:
     engines = getattr(args, "rollout_num_engines", None) or gpus // gpus_per_engine
     arguments = {
         "max_connections": int(per_engine) * max(1, int(engines)),
-        "timeout": None,
-        "max_retries": 60,
-        "retry_delay": 1.0,
         **overrides,
     }
     if "base_url" not in arguments:
