@@ -338,13 +338,16 @@ class ChatTemplate:
 
     @cached_property
     def jinja(self) -> Any:
-        """The compiled template; None if the installed transformers compiles it elsewhere."""
+        """The compiled template; None if the tokenizer or the installed transformers renders in another way."""
         if not isinstance(self._template, str) or not is_plain(self.arguments):
             return None
         try:
+            from transformers import PreTrainedTokenizerBase
             from transformers.utils.chat_template_utils import _compile_jinja_template
 
-            return _compile_jinja_template(self._template)
+            render = getattr(self.tokenizer.apply_chat_template, "__func__", None)
+            is_own = render is not PreTrainedTokenizerBase.apply_chat_template
+            return None if is_own else _compile_jinja_template(self._template)
         except Exception as error:  # not a public name
             logger.debug("error=<%s> | every continuation is rendered", error)
             return None
