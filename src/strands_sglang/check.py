@@ -20,7 +20,7 @@ from .client.client import SGLangClient
 from .exceptions import SGLangClientError
 from .model.model import DEFAULT_TOOL_PARSER, SGLangModel
 from .model.server_check import check_server
-from .shown import counted
+from .shown import counted, first_difference
 from .templates.chat_template import (
     ChatTemplate,
     ChatTemplateError,
@@ -220,7 +220,7 @@ def _pieces(
     opening = template.render(_QUESTION, tools, add_generation_prompt=True)
     whole = template.render([*_QUESTION, turn], tools, add_generation_prompt=False)
     # The part of the turn that the generation prompt contains may be missing from the history.
-    common = next((i for i, (a, b) in enumerate(zip(opening, whole, strict=False)) if a != b), len(opening))
+    common = first_difference(opening, whole)
     sampled = template.encode(whole[common:])
     ends = [i for i, token_id in enumerate(sampled) if token_id in template.stop_ids]
     sampled = sampled[: ends[0] + 1] if ends else sampled

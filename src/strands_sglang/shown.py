@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
+from typing import Any
 
 _NAMES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\N{NO-BREAK SPACE}": "\\u{a0}"}
 
@@ -37,3 +39,9 @@ def one_line(value: object, most: int | None = None) -> str:
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun, which takes an "s" for all numbers but 1."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return where two texts or lists of tokens begin to differ; the shorter length if one begins the other."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (here, there) in pairs if here != there), min(len(one), len(other)))

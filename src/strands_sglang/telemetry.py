@@ -30,10 +30,9 @@ def report_turn(turn: Turn) -> None:
     generation, status = turn.generation, turn.status.value
     _requests.record(turn.requests_s, {"status": status})
     if generation is not None:
-        cached = generation.cached_tokens or 0
         for kind, count in (
             ("prompt", generation.prompt_tokens),
-            ("cached", cached),
+            ("cached", generation.cached_tokens),
             ("sampled", generation.completion_tokens),
         ):
             _tokens.add(count, {"type": kind})

@@ -174,8 +174,6 @@ class Server:
 
     def log_answer(self) -> None:
         """Log the end of an outage, if there was one and a line told of it."""
-        if self._failing_since is None:
-            return
         with self._lock:
             since, self._failing_since = self._failing_since, None
             was_told, self._is_told = self._is_told, False
@@ -262,9 +260,8 @@ class Servers:
 
     def note_answer(self, server: Server) -> None:
         """Record a response of any status: the server is up."""
-        if server.drops or server.is_out:
-            with self._lock:
-                server.drops, server.is_out, server.probe_interval = 0, False, FIRST_PROBE_S
+        with self._lock:
+            server.drops, server.is_out, server.probe_interval = 0, False, FIRST_PROBE_S
         server.log_answer()
 
     def note_failure(self, server: Server, kind: FailureKind) -> None:
@@ -287,8 +284,6 @@ class Servers:
 
     def due(self) -> tuple[Server, ...]:
         """Return the servers to probe now; each is returned to one caller per interval."""
-        if not any(server.is_out for server in self.all):
-            return ()
         now = time.monotonic()
         with self._lock:
             due = tuple(server for server in self.all if server.is_out and now >= server.probe_at)

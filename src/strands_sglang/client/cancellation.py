@@ -11,7 +11,7 @@ import math
 import threading
 import weakref
 from collections.abc import Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ..exceptions import SGLangCancelledError, SGLangDeadlineError
@@ -23,9 +23,6 @@ POLL_INTERVAL_S = 0.05
 
 CLOCK_TOLERANCE_S = 0.001
 """Seconds by which an event loop may fire a timer early."""
-
-
-_UNWATCHED: AbstractContextManager[frozenset[asyncio.Future[Any]]] = nullcontext(frozenset())
 
 
 class Cancellation:
@@ -55,12 +52,12 @@ class Cancellation:
             self._signaled.set_result(None)
         return self._signaled.done()
 
-    def watched(self) -> AbstractContextManager[frozenset[asyncio.Future[Any]]]:
-        """Check the signal periodically; yields the future that is done once it is set, to wait for with others."""
-        return _UNWATCHED if self.signal is None else self._watched()
-
     @contextmanager
-    def _watched(self) -> Iterator[frozenset[asyncio.Future[Any]]]:
+    def watched(self) -> Iterator[frozenset[asyncio.Future[Any]]]:
+        """Check the signal periodically; yields the future that is done once it is set, to wait for with others."""
+        if self.signal is None:
+            yield frozenset()
+            return
         with _lock:
             watch = _watches.setdefault(self._loop, _Watch())
         place = watch.add(self)
@@ -105,12 +102,6 @@ def discard(task: asyncio.Task[Any]) -> None:
     if not task.done():
         task.add_done_callback(consume)
         task.cancel()
-
-
-def settle(over: asyncio.Future[None], *_: object) -> None:
-    """Set a future that only says that something is over, unless it is set or cancelled."""
-    if not over.done():
-        over.set_result(None)
 
 
 def consume(done: asyncio.Task[Any]) -> None:

@@ -49,13 +49,11 @@ from ..protocol.wire import (
 from ..shown import without_credentials
 from ..telemetry import report_retry
 from .balancer import Server, Servers
-from .cancellation import CLOCK_TOLERANCE_S, Cancellation, discard, settle
+from .cancellation import CLOCK_TOLERANCE_S, Cancellation, discard
 from .connections import (
-    AiohttpTransport,
     AttemptTimeoutError,
     Flight,
     LoopSession,
-    Reply,
     SessionPool,
     Transport,
     TransportSource,
@@ -470,8 +468,9 @@ class SGLangClient:
             SGLangClientError: There is no response; the errors are those of `generate`.
         """
         content = {"prompt": text, "add_special_tokens": False}
+        policy = replace(self.retry_policy, retry_refusals=False)
         try:
-            answer = await self._ask("POST", "/tokenize", base_url, content, retry_refusals=False)
+            answer = await self._ask("POST", "/tokenize", base_url, content, policy)
         except SGLangHTTPError:
             return None
         tokens = answer.get("tokens")
@@ -502,12 +501,8 @@ class SGLangClient:
             ValueError: `base_url` is not one of the client's servers.
             SGLangClientError: There is no response, or it is an error; the errors are those of `generate`.
         """
-        only = None if base_url is None else self._servers[base_url]
-        request = Request(await self._sessions.current(), self._servers, Cancellation(), "POST", path, only)
-        outcome = await ask_once(request, orjson.dumps(content or {}), timeout, _decode_any)
-        if isinstance(outcome, Failure):
-            raise outcome.error
-        return outcome
+        policy = replace(self.retry_policy, max_retries=0)
+        return await self._ask("POST", path, base_url, content or {}, policy, timeout, _decode_any)
 
     async def abort(self, rid: str) -> None:
         """Abort a request on its server. Takes at most 2 s and never raises.
@@ -572,15 +567,17 @@ class SGLangClient:
         path: str,
         base_url: str | None = None,
         content: Mapping[str, Any] | None = None,
-        *,
-        retry_refusals: bool = True,
+        policy: RetryPolicy | None = None,
+        timeout: float = INFO_TIMEOUT_S,
+        decode: Callable[[bytes, str], Answer] = decode_object,
     ) -> dict[str, Any]:
-        """Request a JSON object from an endpoint, with the retries of `generate`; error statuses may be exempt."""
+        """Request a JSON object from an endpoint, by default with the retries of `generate`."""
         only = None if base_url is None else self._servers[base_url]
         request = Request(await self._sessions.current(), self._servers, Cancellation(), method, path, only)
         encoded = None if content is None else orjson.dumps(content)
-        policy = replace(self.retry_policy, retry_refusals=retry_refusals)
-        return await retrying(partial(ask_once, request, encoded, INFO_TIMEOUT_S), request, policy)
+        return await retrying(
+            partial(ask_once, request, encoded, timeout, decode), request, policy or self.retry_policy
+        )
 
 
 async def shared(client: SGLangClient, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -642,16 +639,6 @@ class Request:
             return_when=asyncio.FIRST_COMPLETED,
         )
 
-    def until_set(self, over: asyncio.Future[None], timeout: float | None) -> asyncio.Future[None]:
-        """Return `over`, which is also set once the call ends, or `timeout` seconds are over."""
-        limit = min(math.inf if timeout is None else timeout, self.cancellation.seconds_left)
-        if limit != math.inf:
-            timer = asyncio.get_running_loop().call_later(limit, settle, over)
-            over.add_done_callback(lambda _: timer.cancel())
-        for signal in self.signaled:
-            _follow(signal, over)
-        return over
-
     def raise_if_over(self) -> None:
         """Raise the error of a call that has already ended."""
         cause = None if self.failure is None else self.failure.error
@@ -674,17 +661,6 @@ class Request:
 
     def _after_tokens(self) -> str:
         return "" if self.partial is None else f" after {len(self.partial['output_ids'])} tokens"
-
-
-def _follow(signal: asyncio.Future[Any], over: asyncio.Future[None]) -> None:
-    """Set `over` once `signal` is done."""
-    wake = partial(settle, over)
-
-    def end(_: asyncio.Future[None]) -> None:
-        signal.remove_done_callback(wake)
-
-    signal.add_done_callback(wake)
-    over.add_done_callback(end)
 
 
 async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: Request, policy: RetryPolicy) -> Answer:
@@ -735,7 +711,7 @@ async def ask_once(
     request: Request,
     content: bytes | None,
     timeout: float,
-    decode: Callable[[bytes, str], Answer] = decode_object,
+    decode: Callable[[bytes, str], Answer],
 ) -> Answer | Failure:
     """Request a JSON object from one server, once."""
     server = request.server = request.only or request.servers.choose()
@@ -778,13 +754,12 @@ async def generate_once(
             session.background(("probe", due.base_url), partial(_probe, session, servers, due))
         server = servers.choose(key, avoid=None if request.failure is None else request.server)
         request.server, url, rid = server, f"{server.base_url}/generate", f"{prefix}{os.urandom(16).hex()}"
-        over = asyncio.get_running_loop().create_future()
-        sent = asyncio.create_task(_exchange(session, url, body.with_rid(rid), key, over))
+        sent = asyncio.create_task(_exchange(session, url, body.with_rid(rid), key))
         flight = session.flights[rid] = Flight(rid, server, sent)
         servers.count_in_flight(server, 1)
         try:
             try:
-                await request.until_set(over, timeout)
+                await request.until(flight.answer, timeout=timeout)
             except asyncio.CancelledError:
                 await _recall(request, flight, grace)
                 raise
@@ -809,9 +784,7 @@ async def generate_once(
         session.slots.release()
 
 
-async def _exchange(
-    session: LoopSession, url: str, content: bytes, key: str | None, over: asyncio.Future[None]
-) -> httpx.Response | Reply:
+async def _exchange(session: LoopSession, url: str, content: bytes, key: str | None) -> httpx.Response:
     """Send a generation and read the whole response, without the layers of httpx's client.
 
     Its redirects, cookies and hooks are of no use here, and cost more than the transport.
@@ -821,28 +794,20 @@ async def _exchange(
         url: Full URL.
         content: JSON body.
         key: Routing key; None for none.
-        over: Future to set at the end, which wakes its waiter an iteration earlier than the end of this task would.
     """
-    response: httpx.Response | Reply | None = None
+    response: httpx.Response | None = None
     try:
-        head = session.head(url)
+        request = session.post_request(url, content)
+        if key is not None:
+            request.headers[ROUTING_HEADER] = key
         # The client is only asked for its transport: this is where respx replaces it.
-        transport = session.http._transport_for_url(head.url)
-        if isinstance(transport, AiohttpTransport):
-            headers = head.items if key is None else [*head.items, (ROUTING_HEADER, key)]
-            response = await transport.post(head.address, headers, content)
-        else:
-            request = head.request(content)
-            await request.aread()
-            if key is not None:
-                request.headers[ROUTING_HEADER] = key
-            received = await transport.handle_async_request(request)
-            try:
-                await received.aread()
-            except BaseException:
-                await received.aclose()
-                raise
-            response = received
+        received = await session.http._transport_for_url(request.url).handle_async_request(request)
+        try:
+            await received.aread()
+        except BaseException:
+            await received.aclose()
+            raise
+        response = received
         await session.turnstile.enter()  # the caller decodes it
         return response
     except asyncio.CancelledError:
@@ -851,8 +816,6 @@ async def _exchange(
         if response is None:  # the call that waits for it is not cancelled
             raise ConnectionResetError("the client was closed") from None
         return response
-    finally:
-        settle(over)
 
 
 async def _take_slot(request: Request) -> None:
@@ -890,7 +853,7 @@ async def _recall(request: Request, flight: Flight, grace: float) -> Answer | No
 
 
 async def _outcome(
-    request: Request, sent: Awaitable[httpx.Response | Reply], decode: Callable[[bytes, str], Answer]
+    request: Request, sent: Awaitable[httpx.Response], decode: Callable[[bytes, str], Answer]
 ) -> Answer | Failure:
     """Return the decoded response of one attempt, or its failure."""
     method, server = request.method, request.server
@@ -900,7 +863,7 @@ async def _outcome(
     except Exception as error:
         return _network_failure(method, url, error)
     server.answered = True
-    if not isinstance(response, Reply) and not response.is_success:
+    if not response.is_success:
         status = response.status_code
         code = response.headers.get(ROUTER_ERROR_HEADER, "")
         return Failure(
@@ -914,7 +877,7 @@ async def _outcome(
     except UnfitAnswerError as error:
         return Failure(FailureKind.UNFIT, SGLangDecodingError(str(error)))
     except SGLangDecodingError as error:
-        if not isinstance(response, Reply) and (encoding := response.headers.get("content-encoding")):
+        if encoding := response.headers.get("content-encoding"):
             error.args = (f"{error} (content-encoding: {encoding})",)  # httpx leaves those that it does not know
         return Failure(FailureKind.UNDECODABLE, error)
 
@@ -1053,9 +1016,6 @@ def slime_client_arguments(args: Any, **overrides: Any) -> dict[str, Any]:
     engines = getattr(args, "rollout_num_engines", None) or gpus // gpus_per_engine
     arguments = {
         "max_connections": int(per_engine) * max(1, int(engines)),
-        "timeout": None,
-        "max_retries": 60,
-        "retry_delay": 1.0,
         **overrides,
     }
     if "base_url" not in arguments:

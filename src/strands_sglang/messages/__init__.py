@@ -13,7 +13,6 @@ from .content import (
     to_chat_tools,
 )
 from .fingerprint import (
-    BLANK_TEXT,
     INVALID_NAME,
     NO_SYSTEM_PROMPT,
     Conversation,
@@ -29,7 +28,6 @@ from .fingerprint import (
 )
 
 __all__ = [
-    "BLANK_TEXT",
     "ChatMessage",
     "ChatTools",
     "Conversation",

@@ -9,12 +9,10 @@ import hashlib
 import html
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
-import orjson
 from strands.types.content import Message, Messages
 from strands.types.tools import ToolResult, ToolSpec
 
@@ -318,8 +316,6 @@ def render_result(blocks: Sequence[Mapping[str, Any]], where: str, *, images: bo
 
 def join_pieces(pieces: Sequence[Piece]) -> Content:
     """Join texts by newlines, with images between them as parts of their own."""
-    if len(pieces) == 1 and isinstance(pieces[0], str):
-        return pieces[0]
     parts: list[dict[str, str]] = []
     for _, run in groupby(pieces, key=type):
         together = list(run)
@@ -337,9 +333,6 @@ def encodable(text: str) -> str:
 
 def encodable_value(value: Any) -> Any:
     """Replace lone surrogates in the texts of a JSON-like value; a value without any is returned unchanged."""
-    with suppress(TypeError):
-        orjson.dumps(value)  # fails on lone surrogates, and is several times as fast
-        return value
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):  # the template refuses what is not JSON

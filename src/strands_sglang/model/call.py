@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -145,18 +144,13 @@ class ChatRequest:
         messages: The conversation.
         tool_specs: The tools that the model may call.
         system: The system prompt.
-        fingerprint: Returns the fingerprint of all of them.
+        conversation: The fingerprint of all of them.
     """
 
     messages: Messages
     tool_specs: list[ToolSpec] | None
     system: str | None
-    fingerprint: Callable[[], Conversation]
-
-    @cached_property
-    def conversation(self) -> Conversation:
-        """The fingerprint of the conversation, made at its first use."""
-        return self.fingerprint()
+    conversation: Conversation
 
 
 @dataclass(eq=False)
@@ -435,7 +429,7 @@ class ModelCall:
                 plan = _checked_plan(self.on_request(turn, plan), turn)
         finally:
             turn.sampling_params, turn.clamped = plan.sampling_params, plan.clamped
-            turn.request_fields = config.recorded_request_fields
+            turn.request_fields = config.own_request_fields()
         return plan
 
     async def _request(self, plan: RequestPlan) -> Generation:

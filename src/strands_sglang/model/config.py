@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from ..client.client import checked_routing_key
@@ -84,11 +83,6 @@ class ModelConfig:
 
     def own_request_fields(self) -> dict[str, Any]:
         """Return the further fields of a request as objects of their own."""
-        return _own(self.request_fields)
-
-    @cached_property
-    def recorded_request_fields(self) -> Mapping[str, Any]:
-        """The further fields of a request as turns record them: one copy for all turns."""
         return _own(self.request_fields)
 
     @property

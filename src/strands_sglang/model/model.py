@@ -654,7 +654,7 @@ class SGLangModel(Model):
             settings = self._settings  # first: it may bring another template and parser
             template, parser, images = self.chat_template, self.tool_parser, self.images
         parts = {"system prompt": system, "tools": tool_specs or None, **template.identity}
-        chat = ChatRequest(messages, tool_specs, system, lambda: trajectory.fingerprint(parts, messages, caller.agent))
+        chat = ChatRequest(messages, tool_specs, system, trajectory.fingerprint(parts, messages, caller.agent))
         return ModelCall(
             chat,
             trajectory,

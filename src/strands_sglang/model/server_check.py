@@ -13,6 +13,7 @@ from functools import partial
 
 from ..client.client import SGLangClient, shared
 from ..exceptions import SGLangConnectionError, TokenizerMismatchError
+from ..shown import first_difference
 from ..templates.chat_template import ChatTemplate
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ async def _check_one(client: SGLangClient, template: ChatTemplate, base_url: str
     own = template.encode(text)
     if served == own:
         return True
-    first = next((i for i, (a, b) in enumerate(zip(own, served, strict=False)) if a != b), min(len(own), len(served)))
+    first = first_difference(own, served)
     raise TokenizerMismatchError(
         f"the tokenizer {template.tokenizer.name_or_path!r} is not the one served at {base_url}: "
         f"{template.decode(own[first : first + 3])!r} is {own[first : first + 3]} here and "

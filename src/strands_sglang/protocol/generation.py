@@ -15,7 +15,6 @@ import base64
 import binascii
 import json
 import math
-import sys
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -124,10 +123,6 @@ def joined_mask(masks: Iterable[tuple[SamplingMask | None, int]]) -> SamplingMas
     return SamplingMask(token_ids, lengths)
 
 
-NO_LOGPROBS = array("d")
-"""Shared by all answers without logprobs of the prompt."""
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Generation:
     """The sampled tokens of one request and what the server reported about them.
@@ -169,7 +164,7 @@ class Generation:
     cached_tokens: int = 0
     weight_version: str | None = None
     weight_versions: tuple[VersionSpan, ...] = ()
-    prompt_logprobs: array[float] = field(default_factory=lambda: NO_LOGPROBS)
+    prompt_logprobs: array[float] = field(default_factory=lambda: array("d"))
     request_id: str = ""
     resumed_ids: tuple[str, ...] = ()
     routed_experts: str | None = None
@@ -304,7 +299,7 @@ def read_generation(
         if min(output_ids, default=0) < 0 or bool in map(type, response["output_ids"]):
             raise ValueError("output_ids holds what is no id")
         finish = meta["finish_reason"]
-        finish_type = _shared(finish["type"])
+        finish_type = finish["type"]
         if finish_type not in FINISH_TYPES or finish.get("matched") == "":
             # A response with an unknown end must not look complete.
             raise SGLangDecodingError(f"the server ended the request with the unknown finish reason {finish!r}")
@@ -349,21 +344,14 @@ def read_generation(
         ) from error
 
 
-def _shared(text: Any) -> Any:
-    """Return the one object for a text that most answers of an episode have."""
-    return sys.intern(text) if type(text) is str else text
-
-
 def _version(version: Any) -> str | None:
     if not isinstance(version, str | int | None):
         raise TypeError(f"weight_version is {version!r}")
-    return version if version is None else sys.intern(str(version))
+    return version if version is None else str(version)
 
 
 def _read_prompt_logprobs(meta: Mapping[str, Any], prompt_ids: Sequence[int], vocab_size: int) -> array[float]:
-    entries = meta.get("input_token_logprobs")
-    if not entries:
-        return NO_LOGPROBS
+    entries = meta.get("input_token_logprobs") or []
     for (_, token_id, *_), sent in zip(reversed(entries), reversed(prompt_ids), strict=False):
         # SGLang reports 0 for the last id of the vocabulary, which may be padded.
         if token_id != sent and (token_id != 0 or sent < vocab_size - 1):

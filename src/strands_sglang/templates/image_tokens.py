@@ -18,7 +18,6 @@ from __future__ import annotations
 import base64
 import copy
 import io
-import os
 import threading
 import weakref
 from array import array
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..exceptions import SGLangDecodingError, SGLangHTTPError
 from ..messages.content import Picture, UnsupportedContentError
+from ..shown import first_difference
 from .encoder import EncodedText, Encoder, get_encoder, private_copy
 
 if TYPE_CHECKING:
@@ -217,8 +217,7 @@ def check_prompt(response: Mapping[str, Any], token_ids: Sequence[int]) -> None:
     served = response.get("prompt_token_ids")
     if served is None or served == list(token_ids):
         return
-    pairs = enumerate(zip(served, token_ids, strict=False))
-    first = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(served), len(token_ids)))
+    first = first_difference(served, token_ids)
     raise SGLangDecodingError(
         f"the server's prompt differs from the recorded one at token {first} ({served[first : first + 3]} there, "
         f"{list(token_ids[first : first + 3])} here): its processor has other settings than processor=, or it decodes "
@@ -295,6 +294,6 @@ def _opened(picture: Picture) -> Any:
 
 def _inserted(text: str, longer: str) -> str:
     """Return the one piece of `longer` that `text` lacks."""
-    start = len(os.path.commonprefix([text, longer]))
-    end = len(os.path.commonprefix([text[start:][::-1], longer[start:][::-1]]))
+    start = first_difference(text, longer)
+    end = first_difference(text[start:][::-1], longer[start:][::-1])
     return longer[start : len(longer) - end]

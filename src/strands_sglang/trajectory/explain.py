@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from strands.types.content import Messages
@@ -32,13 +31,7 @@ def reason_to_extend(
         differences = [_first_difference(leaf, path, known, conversation) for leaf, path in later if path]
         if differences:
             return Reason("forks", turn.index, detail=(_deepest(differences, messages),))
-    return _extends(turn.index, len(conversation.digests) - known)
-
-
-@lru_cache(maxsize=4096)
-def _extends(turn: int, messages: int) -> Reason:
-    """Return one object for all episodes: most of their turns have such a reason."""
-    return Reason("extends", turn, detail=(str(messages),))
+    return Reason("extends", turn.index, detail=(str(len(conversation.digests) - known),))
 
 
 def reason_to_open(turns: Sequence[Turn], conversation: Conversation, messages: Messages) -> Reason:
@@ -52,11 +45,7 @@ def reason_to_open(turns: Sequence[Turn], conversation: Conversation, messages: 
     leaves = _leaves(turns)
     if not leaves:
         return Reason("first")
-    differences = []
-    for leaf in leaves:
-        # Most conversations differ in their first message; only the others are worth walking a long path.
-        path = [leaf.root] if leaf.root.digests[:1] != conversation.digests[:1] else leaf.path()
-        differences.append(_first_difference(leaf, path, 0, conversation))
+    differences = [_first_difference(leaf, leaf.path(), 0, conversation) for leaf in leaves]
     return Reason("opens_because", detail=(_deepest(differences, messages),))
 
 

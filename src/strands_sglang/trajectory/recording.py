@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from strands.types.exceptions import ContextWindowOverflowException
 
 from ..outcomes import TerminationReason
+from ..shown import first_difference
 from .trajectory import Trajectory
 from .turn import RecordedError, Turn, TurnStatus
 
@@ -113,7 +114,7 @@ class Recording:
                 last = max((one.index for one in self._twins.values()), default=None)
                 self.differ(Difference("a model call that is not recorded follows", last, now=turn.reason))
             ids = turn.token_ids()
-            starts = [(shared_length(ids, one.token_ids()[: one.prompt_tokens]), one) for one in waiting]
+            starts = [(first_difference(ids, one.token_ids()[: one.prompt_tokens]), one) for one in waiting]
             token, nearest = max(starts, key=lambda start: (start[0], -start[1].index))
             if ids == nearest.token_ids()[: nearest.prompt_tokens]:
                 what = Difference("where the call attaches", nearest.index, None, nearest.reason, turn.reason)
@@ -213,12 +214,6 @@ class Recording:
         for turn, recorded in lost or changed:
             then, now = (f"{one.status.value} {one.failure or one.note}".strip() for one in (recorded, turn))
             self.note(Difference("what became of the answer", recorded.index, None, then, now))
-
-
-def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many items two sequences have in common at their start."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _pictures(turn: Turn) -> Any:

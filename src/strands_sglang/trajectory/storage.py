@@ -33,7 +33,7 @@ import os
 import secrets
 import zlib
 from array import array
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import lru_cache
@@ -50,7 +50,7 @@ from ..reasons import Reason, read_reason
 from ..shown import one_line
 from ..templates.encoder import Encoder
 from ..templates.image_tokens import ImageInputs
-from .turn import RecordedError, Turn, TurnStatus
+from .turn import RecordedError, Turn, TurnStatus, ids_in
 
 FORMAT = "strands-sglang trajectory"
 VERSION = "4"
@@ -104,8 +104,8 @@ def reading(name: str) -> Iterator[None]:
 def encode_turns(
     turns: Sequence[Turn],
     facts: Mapping[str, Any],
-    encoder: Encoder | None = None,
-    known_pieces: Mapping[int, bytes] | None = None,
+    encoder: Encoder | None,
+    known_pieces: Mapping[int, bytes],
 ) -> bytes:
     """Return the content of a file with these turns.
 
@@ -122,7 +122,7 @@ def encode_turns(
 
     positions = {id(turn): position for position, turn in enumerate(turns)}
     tensors = _columns_of(turns)
-    pieces = {**(known_pieces or {}), **_new_pieces(tensors, encoder, known_pieces or {})}
+    pieces = {**known_pieces, **_new_pieces(turns, encoder, known_pieces)}
     if pieces:
         tensors["pieces.ids"] = np.asarray(list(pieces), "<i4")
         tensors["pieces.lengths"] = np.asarray([len(piece) for piece in pieces.values()], "<i4")
@@ -149,8 +149,7 @@ def turn_content(
         known_pieces: The ids whose text is known.
     """
     tensors = {name: values for name, values in _parts_of(turn).items() if values is not None} | _own_tensors(turn, 0)
-    new = {*turn.prompt_ids, *turn.output_ids}.difference(known_pieces)
-    return _describe_turn(turn, parent, None), tensors, {} if encoder is None else encoder.pieces(new)
+    return _describe_turn(turn, parent, None), tensors, _new_pieces([turn], encoder, known_pieces)
 
 
 def decode_turn(described: Mapping[str, Any], tensors: Mapping[str, Any], turns: Mapping[int, Turn]) -> Turn:
@@ -212,14 +211,9 @@ def _own_tensors(turn: Turn, position: int) -> dict[str, Any]:
     return tensors
 
 
-def _new_pieces(tensors: Mapping[str, Any], encoder: Encoder | None, known: Collection[int]) -> dict[int, bytes]:
-    """Return the text of the ids in some tensors that is not known yet."""
-    import numpy as np
-
-    if encoder is None:
-        return {}
-    used = np.unique(np.concatenate([tensors["prompt_ids"], tensors["output_ids"]])).tolist()
-    return encoder.pieces(token_id for token_id in used if token_id not in known)
+def _new_pieces(turns: Iterable[Turn], encoder: Encoder | None, known: Collection[int]) -> dict[int, bytes]:
+    """Return the text of the ids in some turns that is not known yet."""
+    return {} if encoder is None else encoder.pieces(sorted(ids_in(turns).difference(known)))
 
 
 def pack(tensors: Mapping[str, Any], form: str, version: str) -> bytes:

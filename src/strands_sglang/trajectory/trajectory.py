@@ -20,7 +20,6 @@ import threading
 import uuid
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -43,7 +42,7 @@ from .export import export_sequences, helpers_tokens, sequence_of
 from .journal import Entry, is_journal, read_entries, turns_of, versions
 from .storage import TrajectoryFileError, decode_turns, encode_turns, read_fields, reading, write_file
 from .tokens import TokenManager
-from .turn import Turn, TurnStatus
+from .turn import Turn, TurnStatus, ids_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -158,11 +157,13 @@ class Trajectory:
         tool_results: What tool calls returned, by toolUseId, where the messages do not hold it: a hook has changed or
             removed it.
         source: Answers its calls in place of a server; None for the server.
+        id: What servers know the episode by. Copies for other continuations of the same prefix share it.
+        lock: Held while a turn is recorded, `on_record` included; may be taken again by its holder.
     """
 
     def __init__(self) -> None:
         """Create an empty trajectory."""
-        self._id = uuid.uuid4().hex
+        self.id = uuid.uuid4().hex
         self._turns: list[Turn] = []
         self._calls = 0
         self._by_answer: dict[bytes, Turn] = {}  # the latest one by the conversation that ends with its answer
@@ -184,7 +185,7 @@ class Trajectory:
         self.source: Recording | None = None
         self._asked: dict[str | None, Conversation] = {}  # the latest one of each agent
         self._has_agents = False  # whether an agent has asked, or is about to
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._warned_of_several = False
         self._warned_of_rewriting = False
 
@@ -194,10 +195,7 @@ class Trajectory:
             return
         earlier = dict(self.pieces)
         if self.encoder is not None:
-            ids = set(prompt_ids)
-            for turn in self._turns:
-                ids.update(turn.prompt_ids, turn.output_ids)
-            earlier.update(self.encoder.pieces(sorted(ids)))
+            earlier.update(self.encoder.pieces(sorted(ids_in(self._turns).union(prompt_ids))))
         there = encoder.pieces(earlier)
         for token_id, piece in earlier.items():
             if piece and piece.strip() != there[token_id].strip():  # tokenizers may differ in the first space
@@ -230,7 +228,7 @@ class Trajectory:
         Returns:
             Where the call belongs.
         """
-        with self._lock:
+        with self.lock:
             retried = self._retried(conversation.key, caller.agent)
             if retried is not None and retried.waits_to_go_on:
                 known = len(messages) - len(retried.digests)
@@ -277,7 +275,7 @@ class Trajectory:
         known = len(conversation.digests) - len(place.new_messages)
         agent = caller.agent
         ids = array("i", prompt_ids)
-        with self._lock:
+        with self.lock:
             if encoder is not None:
                 self._encode_with(encoder, ids)
             if agent is not None:
@@ -325,7 +323,7 @@ class Trajectory:
 
     def expect_agent(self) -> None:
         """Note that an agent asks, or is about to; later calls from outside its loop are auxiliary."""
-        with self._lock:
+        with self.lock:
             if self._has_agents:
                 return
             self._has_agents = True
@@ -349,7 +347,7 @@ class Trajectory:
             message: The answer as the agent will hand it back.
             parsed: What the parser found in it.
         """
-        with self._lock:
+        with self.lock:
             turn.tool_calls = tuple(parsed.tool_calls)
             turn.ends_in_reasoning = parsed.ends_in_reasoning
             turn.has_reasoning = parsed.has_reasoning
@@ -370,7 +368,7 @@ class Trajectory:
             generation: What was sampled.
             cause: The error that ended the call.
         """
-        with self._lock:
+        with self.lock:
             turn.cause = cause
             if generation.output_ids:
                 self._record(turn, generation, TurnStatus.CUT)
@@ -384,7 +382,7 @@ class Trajectory:
             turn: The turn that was asked.
             generation: What was sampled.
         """
-        with self._lock:
+        with self.lock:
             if self.on_record is not None and generation.output_ids:
                 part = replace(turn, generation=generation, resumes=generation, status=TurnStatus.CUT)
                 self.on_record(part)
@@ -403,7 +401,7 @@ class Trajectory:
         Raises:
             ValueError: It is not a cut turn, or a grammar constrained it: a grammar begins at the first token.
         """
-        with self._lock:
+        with self.lock:
             if turn.status is not TurnStatus.CUT or (turn.constrained and not turn.is_whole):
                 raise ValueError(f"only a cut turn without a grammar can be resumed, not {turn!r}")
             if not turn.waits_to_go_on:
@@ -417,7 +415,7 @@ class Trajectory:
             turn: The turn that was asked.
             cause: The error that ended the call.
         """
-        with self._lock:
+        with self.lock:
             turn.cause = cause
             turn.generation = turn.resumes
             turn.status = TurnStatus.FAILED if turn.resumes is None else TurnStatus.CUT
@@ -512,7 +510,7 @@ class Trajectory:
             message: The message.
             position: Position of the message in the agent's history.
         """
-        with self._lock:
+        with self.lock:
             undecided = [turn for turn in turns if turn.status is TurnStatus.ANSWERED]
             after = After((message_digest(message),), [message], position, TurnStatus.ANSWERED)
             self._warn_of_rewriting(judge(undecided, undecided, after))
@@ -524,7 +522,7 @@ class Trajectory:
             turns: The turns with the answers.
             why: Why not, for `Turn.fate`.
         """
-        with self._lock:
+        with self.lock:
             for turn in turns:
                 if turn.status is TurnStatus.ANSWERED:
                     turn.status, turn.fate = TurnStatus.DISCARDED, why
@@ -539,7 +537,7 @@ class Trajectory:
         Args:
             messages: The agent's messages.
         """
-        with self._lock:
+        with self.lock:
             self._warn_of_rewriting(judge_end(self._turns, messages))
             self._forget_for_requests()
 
@@ -568,7 +566,7 @@ class Trajectory:
         """
         named = None if outcome is None else TerminationReason(outcome).value
         own = {int(turn): float(value) for turn, value in (turn_rewards or {}).items()}  # NumPy's are not JSON's
-        with self._lock:
+        with self.lock:
             self.end = EpisodeEnd(named, None if reward is None else float(reward), own, error, reward_error)
 
     # --- for calls ---
@@ -586,7 +584,7 @@ class Trajectory:
         Returns:
             The turn and the number of messages that it covers; None if there is none.
         """
-        with self._lock:
+        with self.lock:
             chains = [conversation.chain]
             if whatever_before:
                 before = {tuple(turn.parts.values()): turn.parts for turn in self._turns}
@@ -607,20 +605,10 @@ class Trajectory:
         Args:
             tool_use_ids: Only consider answers that made all these tool calls.
         """
-        with self._lock:
+        with self.lock:
             ids = set(tool_use_ids)
             answered = (turn for turn in reversed(self._turns) if turn.answer_key is not None)
             return next((turn for turn in answered if ids <= {call["toolUseId"] for call in turn.tool_calls}), None)
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Held while a turn is recorded, `on_record` included; may be taken again by its holder."""
-        return self._lock
-
-    @property
-    def id(self) -> str:
-        """What servers know the episode by. Copies for other continuations of the same prefix share it."""
-        return self._id
 
     def routing_key(self, turn: Turn) -> str:
         """Return the key that keeps a root conversation, with its forks and retries, on one server.
@@ -630,14 +618,14 @@ class Trajectory:
         Args:
             turn: A turn of the conversation.
         """
-        return f"{self._id}-{turn.root.key.hex()[:16]}"
+        return f"{self.id}-{turn.root.key.hex()[:16]}"
 
     # --- reading ---
 
     @property
     def turns(self) -> list[Turn]:
         """All turns in the order of their calls."""
-        with self._lock:
+        with self.lock:
             return list(self._turns)
 
     def __len__(self) -> int:
@@ -667,7 +655,7 @@ class Trajectory:
             trained: Number of sampled ids that get loss mask 0 because another trajectory with a copy of the turn
                 trains them, by `Turn.index`.
         """
-        with self._lock:
+        with self.lock:
             return export_sequences(self._turns, discarded=discarded, auxiliary=auxiliary, trained=trained or {})
 
     def latest_main_sequence(self, *, warn: bool = False) -> TokenManager:
@@ -681,7 +669,7 @@ class Trajectory:
         Args:
             warn: Whether to log a warning, once, if other sequences hold tokens to train too.
         """
-        with self._lock:
+        with self.lock:
             if (
                 warn
                 and not self._warned_of_several
@@ -702,7 +690,7 @@ class Trajectory:
 
     def main_leaf(self) -> Turn | None:
         """Return the turn that `latest_main_sequence` ends with; None before any call."""
-        with self._lock:
+        with self.lock:
             own = [turn for turn in self._turns if not turn.is_auxiliary]
             first = next((turn for turn in own if turn.is_answered), None)
             if first is None:
@@ -724,7 +712,7 @@ class Trajectory:
 
     def explain(self) -> str:
         """Describe every call in words: what it extends, where it forks and why, and how it ended."""
-        with self._lock:
+        with self.lock:
             return explain(self._turns)
 
     # --- files ---
@@ -752,7 +740,7 @@ class Trajectory:
                 "the trajectory was read from bytes that were changed since they were written, so it can be neither "
                 "saved nor copied: keep the bytes"
             )
-        with self._lock:
+        with self.lock:
             asked = [(turn.agent, turn.is_auxiliary) for turn in self._turns if turn.agent is not None]
             facts = {
                 "result_notices": self.result_notices,
@@ -761,7 +749,7 @@ class Trajectory:
                 "agents": sorted({agent for agent, is_auxiliary in asked if not is_auxiliary}),
                 "helpers": sorted({agent for agent, is_auxiliary in asked if is_auxiliary}),
                 "end": None if self.end is None else asdict(self.end),
-                "id": self._id,
+                "id": self.id,
                 "packages": self.packages or versions(),
                 "context_length": self.context_length,
                 **({"tool_results": self.tool_results} if self.tool_results else {}),
@@ -826,7 +814,7 @@ class Trajectory:
     def _read(cls, turns: Sequence[Turn], facts: Mapping[str, Any], pieces: dict[int, bytes]) -> Trajectory:
         """Return a trajectory of turns, facts about it and the text of ids, as files have them."""
         trajectory = cls.of_turns(turns)
-        trajectory._id = facts.get("id", trajectory._id)
+        trajectory.id = facts.get("id", trajectory.id)
         trajectory.pieces = pieces
         trajectory.is_changed = facts["is_changed"]
         if (end := facts.get("end")) is not None:  # earlier files lack it
@@ -861,8 +849,8 @@ class Trajectory:
         Args:
             earlier: The trajectory.
         """
-        with self._lock:
-            kept = {"_lock": self._lock, "_has_agents": self._has_agents or earlier._has_agents}
+        with self.lock:
+            kept = {"lock": self.lock, "_has_agents": self._has_agents or earlier._has_agents}
             self.__dict__.update({**vars(earlier), **kept})
             for turn in self._turns:
                 turn.trajectory = self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -149,7 +149,6 @@ class Turn:
             self._root = parent.root
             kept = len(parent.output_ids) if self.parent_kept is None else self.parent_kept
             self._before = parent.prompt_tokens + kept
-            self.roles = parent.roles if parent.roles == self.roles else self.roles  # one object for most turns
 
     def __reduce__(self) -> Any:
         """Pickle and copy the turn as part of its trajectory.
@@ -326,6 +325,14 @@ class Turn:
     def sent_ids(self) -> list[int]:
         """Return `token_ids(as_sent=True)`."""
         return self.token_ids(as_sent=True)
+
+
+def ids_in(turns: Iterable[Turn]) -> set[int]:
+    """Return the ids of the tokens that turns added."""
+    ids: set[int] = set()
+    for turn in turns:
+        ids.update(turn.prompt_ids, turn.output_ids)
+    return ids
 
 
 def _turn_of(trajectory: Trajectory, index: int) -> Turn:

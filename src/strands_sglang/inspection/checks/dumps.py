@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...credit import version_number
-from ...shown import counted
+from ...shown import counted, first_difference
 from ..records import Group, Inspected, TokenSequence
 from ..texts import joined
 from .turns import Facts
@@ -87,7 +87,7 @@ def _sample(group: Group, sequence: TokenSequence) -> Iterator[Facts]:
     text = joined(row.token_ids[prompt:], group.vocabulary)
     if text is not None and sample.get("response") and text != sample["response"]:
         given = sample["response"]
-        at = next((i for i, (a, b) in enumerate(zip(text, given, strict=False)) if a != b), min(len(text), len(given)))
+        at = first_difference(text, given)
         why = f"its tokens say {text[at : at + 20]!r} where its response says {given[at : at + 20]!r}"
         yield {
             "kind": "id-text",

@@ -12,7 +12,7 @@ from ...credit import version_number
 from ...messages import chain_of
 from ...outcomes import TerminationReason
 from ...reasons import Reason
-from ...shown import counted
+from ...shown import counted, first_difference
 from ...trajectory.turn import Turn, TurnStatus
 from ..records import Group, Inspected, turns_of
 from ..texts import joined
@@ -75,7 +75,7 @@ def _first_difference(ids: Sequence[int], vocabulary: Mapping[int, bytes], recor
 
 
 def _around(text: str, other: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    at = first_difference(text, other)
     return text[max(at - 10, 0) : at + 20]
 
 

@@ -59,7 +59,7 @@ class DeepSeekV3ToolParser(ToolParser):
 
 
 @register_tool_parser("deepseek_v3_1")
-class DeepSeekV31ToolParser(ToolParser):
+class DeepSeekV31ToolParser(DeepSeekV3ToolParser):
     """Parser for DeepSeek V3.1.
 
     All calls are in one section. Each is a name and a JSON object:
@@ -69,9 +69,6 @@ class DeepSeekV31ToolParser(ToolParser):
     ```
     """
 
-    DEFAULT_TOOL_START_TOKEN = "<｜tool▁calls▁begin｜>"
-    DEFAULT_TOOL_END_TOKEN = "<｜tool▁calls▁end｜>"
-    FORMAT_TOKENS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
     CALLS = JSONSection(
         head=re.compile(r"<｜tool▁call▁begin｜>\s*(?P<name>[^\s<]+)\s*<｜tool▁sep｜>\s*"),
         tail=re.compile(r"\s*<｜tool▁call▁end｜>"),
@@ -139,7 +136,7 @@ class DeepSeekV32ToolParser(ToolParser):
 
 
 @register_tool_parser("deepseek_v4")
-class DeepSeekV4ToolParser(ToolParser):
+class DeepSeekV4ToolParser(DeepSeekV32ToolParser):
     """Parser for DeepSeek V4, which writes DSML.
 
     The format is that of `DeepSeekV32ToolParser`, in a section `<｜DSML｜tool_calls>`.
@@ -147,5 +144,3 @@ class DeepSeekV4ToolParser(ToolParser):
 
     DEFAULT_TOOL_START_TOKEN = "<｜DSML｜tool_calls>"
     DEFAULT_TOOL_END_TOKEN = "</｜DSML｜tool_calls>"
-    FORMAT_TOKENS = ("｜DSML｜",)
-    CALLS = _DSML

@@ -38,28 +38,29 @@ class JSONObject:
     def read(self, turn: MarkedText, start: Mark) -> CallSpan:
         """Read a call."""
         text, begin = turn.text, skip_space(turn.text, start.end)
+        found = _NAME_IN_BROKEN_JSON.search(text, start.end, start.end + _NAME_SEARCHED)
+        name = found and found.group(1)
+        if not text.startswith("{", begin):
+            raise BrokenCallError(begin, f"expected a JSON object after {text[start.start : start.end]}", name)
         try:
-            if not text.startswith("{", begin):
-                raise InvalidValueError(f"expected a JSON object after {text[start.start : start.end]}", begin)
-            try:
-                decoded = decode_json(text, begin)
-            except InvalidValueError as error:
-                problem = f"the call is not valid JSON: {error} (character {error.position - start.end})"
-                raise InvalidValueError(problem, error.position) from None
-            end = skip_space(text, decoded.end)
-            close = turn.mark_at(MarkKind.CALL_END, end)
-            if close is None:
-                found = "the turn ends" if end == len(text) else "other text follows"
-                raise InvalidValueError(f"expected {turn.call_end} after the JSON, but {found}", end)
+            decoded = decode_json(text, begin)
         except InvalidValueError as error:
-            name = _NAME_IN_BROKEN_JSON.search(text, start.end, start.end + _NAME_SEARCHED)
-            raise BrokenCallError(error.position, str(error), name and name.group(1)) from None
+            problem = f"the call is not valid JSON: {error} (character {error.position - start.end})"
+            raise BrokenCallError(error.position, problem, name) from None
+        end = skip_space(text, decoded.end)
+        close = turn.mark_at(MarkKind.CALL_END, end)
+        if close is None:
+            follows = "the turn ends" if end == len(text) else "other text follows"
+            raise BrokenCallError(end, f"expected {turn.call_end} after the JSON, but {follows}", name)
         call = call_from_json(decoded)
         return CallSpan(close.end, True, (call.result(text[start.end : close.start]),))
 
     def write(self, call: Writer, grammar: Grammar) -> Element:
         """Write a call."""
         return grammar.sequence(f"{call.start}\n", call.object(), f"\n{call.end}")
+
+
+_OBJECT = JSONObject()
 
 
 @register_tool_parser("hermes")
@@ -76,17 +77,12 @@ class HermesToolParser(ToolParser):
     There is no third key. A call ends where its JSON ends, so a mark inside a JSON string belongs to the string.
     """
 
-    CALLS = JSONObject()
+    CALLS = _OBJECT
 
 
 @register_tool_parser("smollm3")
-class SmolLM3ToolParser(ToolParser):
+class SmolLM3ToolParser(HermesToolParser):
     """Parser for SmolLM3; the format is that of `HermesToolParser`."""
-
-    CALLS = JSONObject()
-
-
-_OBJECT = JSONObject()
 
 
 @register_tool_parser("granite")

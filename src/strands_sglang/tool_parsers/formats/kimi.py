@@ -22,15 +22,13 @@ from typing import Any, cast
 from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import (
     JSON_TYPES,
-    BrokenCallError,
     Call,
     InvalidValueError,
     JSONSection,
     MarkedText,
     MarkKind,
     TaggedCalls,
-    decode_json,
-    json_call,
+    read_json_call,
 )
 
 
@@ -96,15 +94,7 @@ class _KimiK3Calls(TaggedCalls):
         head = turn.match(_JSON_CALL, position)
         if head is None:
             return super().read_call(turn, position)
-        name = self.unescape(head["name"])
-        try:
-            decoded = decode_json(turn.text, head.end())
-        except InvalidValueError as error:
-            raise BrokenCallError(error.position, f"the arguments are not valid JSON: {error}", name) from None
-        tail = turn.match(_JSON_END, decoded.end)
-        if tail is None:
-            raise BrokenCallError(decoded.end, "expected the end of the call after its arguments", name)
-        return json_call(name, decoded), tail.end()
+        return read_json_call(turn, head.end(), _JSON_END, self.unescape(head["name"]))
 
     def written_values(self, call: Writer, grammar: Grammar, schema: Any) -> Mapping[str, Any]:
         """Return the grammar elements of a parameter's values by type."""

@@ -18,7 +18,6 @@ import re
 
 from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import (
-    MAX_CALLS,
     BrokenCallError,
     Call,
     CallSpan,
@@ -28,6 +27,7 @@ from ..reading import (
     MarkKind,
     ToolParseResult,
     call_from_json,
+    check_count,
     decode_json,
     end_of_turn,
     expect,
@@ -81,8 +81,7 @@ class Llama3JSONToolParser(ToolParser):
                 arguments, end = read_arguments(text, built_in.end())
                 calls.append(Call(built_in.group(1), arguments).result(text[begin:end]))
             while built_in is None:
-                if len(calls) == MAX_CALLS:
-                    raise InvalidValueError(f"a turn may contain at most {MAX_CALLS} calls", end)
+                check_count(len(calls) + 1, end)
                 item = decode_json(text, end)
                 call = call_from_json(item, arguments="parameters", extra={"type": lambda kind: kind == "function"})
                 calls.append(call.result(text[end : item.end]))
@@ -133,8 +132,7 @@ class Llama4PythonicToolParser(ToolParser):
         try:
             position = expect("[", text, start.end)
             while not (calls and text.startswith("]", position)):
-                if len(calls) == MAX_CALLS:
-                    raise InvalidValueError(f"a turn may contain at most {MAX_CALLS} calls", position)
+                check_count(len(calls) + 1, position)
                 call = _CALL.match(text, position)
                 if call is None:
                     raise InvalidValueError("a call must begin with a name and '('", position)

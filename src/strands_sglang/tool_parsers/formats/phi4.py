@@ -15,7 +15,6 @@ from typing import Any
 
 from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
 from ..reading import (
-    MAX_CALLS,
     BrokenCallError,
     Call,
     CallSpan,
@@ -26,6 +25,7 @@ from ..reading import (
     MarkKind,
     ToolParseResult,
     call_from_json,
+    check_count,
     decode_json,
     failed_call,
     is_cut,
@@ -96,8 +96,7 @@ def _read_objects(text: str, position: int) -> CallSpan:
     name = None
     try:
         while True:
-            if len(calls) == MAX_CALLS:
-                raise InvalidValueError(f"a turn may contain at most {MAX_CALLS} calls", position)
+            check_count(len(calls) + 1, position)
             begins = _OBJECT.match(text, position)
             if begins is None:
                 raise InvalidValueError("a call must begin with its name and arguments", position)

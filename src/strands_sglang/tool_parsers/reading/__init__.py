@@ -1,19 +1,20 @@
 """Readers that formats share: marks, the structure of a turn, argument values, and common shapes of calls."""
 
-from ..results import MAX_CALLS, BrokenCallError, ToolCallStatus, ToolParseResult, failed_call
+from ..results import BrokenCallError, ToolCallStatus, ToolParseResult, failed_call
 from .calls import (
     Call,
     JSONSection,
     TaggedCalls,
     call_from_json,
+    check_count,
     decode_last_arguments,
     end_of_turn,
     is_cut,
     json_call,
     name_of,
+    read_json_call,
     read_json_list,
     read_list_to_end,
-    read_one,
     read_section,
 )
 from .marks import CallSpan, Mark, MarkedText, MarkKind, ReadCall, Span, SpanKind
@@ -27,7 +28,6 @@ from .values import (
     json_or_python,
     next_item,
     read_arguments,
-    read_literal,
     shorten,
     skip_space,
     strict_json,
@@ -36,7 +36,6 @@ from .values import (
 
 __all__ = [
     "JSON_TYPES",
-    "MAX_CALLS",
     "MAX_JSON_DEPTH",
     "BrokenCallError",
     "Call",
@@ -55,6 +54,7 @@ __all__ = [
     "ToolParseResult",
     "allowed_types",
     "call_from_json",
+    "check_count",
     "decode_json",
     "decode_last_arguments",
     "end_of_turn",
@@ -68,10 +68,9 @@ __all__ = [
     "next_item",
     "property_schema",
     "read_arguments",
+    "read_json_call",
     "read_json_list",
     "read_list_to_end",
-    "read_literal",
-    "read_one",
     "read_section",
     "shorten",
     "skip_space",

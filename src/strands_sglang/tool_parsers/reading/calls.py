@@ -176,22 +176,28 @@ class JSONSection:
         head = turn.match(self.head, position)
         if head is None:
             raise BrokenCallError(position, f"a call must begin with {self.shape}")
-        name, native_id = head["name"], head.groupdict().get("id")
-        try:
-            decoded = decode_json(turn.text, head.end())
-        except InvalidValueError as error:
-            problem = f"the arguments are not valid JSON: {error} (character {error.position - head.end()})"
-            raise BrokenCallError(error.position, problem, name, native_id) from None
-        tail = turn.match(self.tail, decoded.end)
-        if tail is None:
-            raise BrokenCallError(decoded.end, "expected the end of the call after its arguments", name, native_id)
-        return json_call(name, decoded, native_id), tail.end()
+        return read_json_call(turn, head.end(), self.tail, head["name"], head.groupdict().get("id"))
 
     def write(self, call: Any, grammar: Any) -> Any:
         """Write a section with one call."""
         before, number, after = self.written_head.format(name=call.name, number="\0").partition("\0")
         head = (before, grammar.matching("0|[1-9][0-9]{0,3}"), after) if number else (before,)
         return grammar.sequence(call.start, *head, call.json(), self.written_tail, call.end)
+
+
+def read_json_call(
+    turn: MarkedText, begin: int, tail: re.Pattern[str], name: str, native_id: str | None = None
+) -> tuple[Call, int]:
+    """Return the call whose JSON arguments begin at a position, and the end of the tail after them."""
+    try:
+        decoded = decode_json(turn.text, begin)
+    except InvalidValueError as error:
+        problem = f"the arguments are not valid JSON: {error} (character {error.position - begin})"
+        raise BrokenCallError(error.position, problem, name, native_id) from None
+    end = turn.match(tail, decoded.end)
+    if end is None:
+        raise BrokenCallError(decoded.end, "expected the end of the call after its arguments", name, native_id)
+    return json_call(name, decoded, native_id), end.end()
 
 
 def decode_last_arguments(text: str, position: int, name: str) -> DecodedJSON:
@@ -226,6 +232,16 @@ def end_of_turn(turn: MarkedText, position: int, what: str, calls: tuple[ToolPar
     return end
 
 
+def check_count(calls: int, position: int) -> None:
+    """Check the number of calls that are read together.
+
+    Raises:
+        InvalidValueError: There are more than `MAX_CALLS`.
+    """
+    if calls > MAX_CALLS:
+        raise InvalidValueError(f"a turn may contain at most {MAX_CALLS} calls", position)
+
+
 def read_json_list(
     text: str, start: int, read: Callable[[DecodedJSON], Call]
 ) -> tuple[tuple[ToolParseResult, ...], int]:
@@ -237,8 +253,7 @@ def read_json_list(
     whole = decode_json(text, start)
     if not isinstance(whole.value, list):
         raise InvalidValueError("the calls must be a list", start)
-    if len(whole.value) > MAX_CALLS:
-        raise InvalidValueError(f"a turn may contain at most {MAX_CALLS} calls", start)
+    check_count(len(whole.value), start)
     calls = []
     position = skip_space(text, start + 1)
     for _ in whole.value:

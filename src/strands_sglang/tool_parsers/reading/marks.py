@@ -403,8 +403,6 @@ def _wider(first: str, second: str) -> str:
 
 def _trim(text: str, at_start: bool, at_end: bool) -> tuple[str, str, str]:
     """Split off white space next to a mark, as `(leading, rest, trailing)`; the first line keeps its indentation."""
-    if text and not (text[0].isspace() or text[-1].isspace()):
-        return "", text, ""
     leading = ""
     if at_start:
         blank = text[: len(text) - len(text.lstrip())]
