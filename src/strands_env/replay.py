@@ -22,8 +22,8 @@ from typing import Any, cast
 
 from strands_sglang import Journal, JournalError, TerminationReason, Trajectory
 from strands_sglang.credit import RowsFileError, TrainingRow, TrainingRows, losses, policy_loss
-from strands_sglang.shown import counted, one_line, visible
-from strands_sglang.trajectory.recording import Difference, Recording, shared_length
+from strands_sglang.shown import counted, first_difference, one_line, visible
+from strands_sglang.trajectory.recording import Difference, Recording
 from strands_sglang.viewer import Finding, Group, UnreadableError, as_group, findings, read_episodes, render
 
 from .core import Action, Environment, Observation, TokenObservation
@@ -376,7 +376,7 @@ def _other_token(recording: Recording, then: TokenObservation, now: TokenObserva
     for name in ("token_ids", "loss_mask", "logprobs"):
         one, other = getattr(then, name), getattr(now, name)
         if one != other:
-            at = shared_length(one, other)
+            at = first_difference(one, other)
             paths = ((turn.index, turn.token_ids()) for turn in recording.answers())
             turn = next((turn for turn, ids in paths if at < len(ids) and ids[:at] == now.token_ids[:at]), None)
             return Difference(name, turn, at, one[at : at + 1], other[at : at + 1], "credit")
