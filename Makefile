@@ -54,10 +54,10 @@ test-families: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 tests/families
 
 # The first line installs SGLang and makes the models if they are not there: minutes that no test should be charged for.
-# Each worker starts the servers that its files need: no two of them share one.
+# Each worker starts the servers that its files need: no two of them share one. The longest come first (conftest.py).
 test-integration: $(VENV)/.installed-dev
 	@$(BIN)/python -m strands_sglang.local
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/integration
 
 # The first run fetches them; which are left out and why is in left_out.json there.
 test-strands: $(VENV)/.installed-dev
