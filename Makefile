@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 INPUTS = pyproject.toml $(CONSTRAINTS)
+# Tests start hundreds of processes, which would compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo rl-demo test test-unit test-property test-families test-integration test-strands test-trainers test-docs test-lowest lint docs screenshots storm bench bench-full clean
 .NOTPARALLEL:
