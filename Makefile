@@ -47,8 +47,9 @@ test-unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --ignore tests/unit/tool_parsers/test_linear_time.py tests/unit
 	$(BIN)/python -m pytest tests/unit/tool_parsers/test_linear_time.py
 
+# The last test by name is one of the longest: a worker takes what the other has not begun.
 test-property: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 tests/property
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/property
 
 # The first line fetches what is not there yet; npm has to be installed for it.
 test-families: $(VENV)/.installed-dev
