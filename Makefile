@@ -71,10 +71,10 @@ test-strands: $(VENV)/.installed-dev
 test-trainers: $(VENV)/.installed-dev
 	$(BIN)/python tests/trainers/run.py
 
-# Chromium comes from the system's packages.
+# Chromium comes from the system's packages. The site and the viewer are a file each; pages of the site mostly wait.
 test-docs: docs
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { echo "installing Chromium"; apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
-	$(BIN)/python -m pytest tests/docs
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/docs
 
 # In an environment of its own, by the same rule as below.
 test-lowest:
