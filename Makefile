@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
 INPUTS = pyproject.toml $(CONSTRAINTS)
+# Tests start hundreds of processes, which would compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo rl-demo test test-unit test-property test-families test-integration test-strands test-trainers test-docs test-lowest lint docs screenshots storm bench bench-full clean
 .NOTPARALLEL:
@@ -45,8 +47,9 @@ test-unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --ignore tests/unit/tool_parsers/test_linear_time.py tests/unit
 	$(BIN)/python -m pytest tests/unit/tool_parsers/test_linear_time.py
 
+# The last test by name is one of the longest: a worker takes what the other has not begun.
 test-property: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 tests/property
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/property
 
 # The first line fetches what is not there yet; npm has to be installed for it.
 test-families: $(VENV)/.installed-dev
@@ -54,10 +57,10 @@ test-families: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 tests/families
 
 # The first line installs SGLang and makes the models if they are not there: minutes that no test should be charged for.
-# Each worker starts the servers that its files need: no two of them share one.
+# Each worker starts the servers that its files need: no two of them share one. The longest come first (conftest.py).
 test-integration: $(VENV)/.installed-dev
 	@$(BIN)/python -m strands_sglang.local
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/integration
 
 # The first run fetches them; which are left out and why is in left_out.json there.
 test-strands: $(VENV)/.installed-dev
@@ -68,10 +71,10 @@ test-strands: $(VENV)/.installed-dev
 test-trainers: $(VENV)/.installed-dev
 	$(BIN)/python tests/trainers/run.py
 
-# Chromium comes from the system's packages.
+# Chromium comes from the system's packages. The site and the viewer are a file each; pages of the site mostly wait.
 test-docs: docs
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { echo "installing Chromium"; apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
-	$(BIN)/python -m pytest tests/docs
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/docs
 
 # In an environment of its own, by the same rule as below.
 test-lowest:

@@ -118,8 +118,14 @@ def smollm_server(serve):
     return serve("smollm_server", local.ensure_smollm2, *LOG_EVERYTHING, chat_template=template)
 
 
+# What takes longest begins first: a worker that takes it last would work while the other has nothing left.
+LONGEST = ("test_ray", "test_forced_calls", "test_benchmarks", "test_commands", "test_routers", "test_exactness")
+
+
 def pytest_collection_modifyitems(items):
     # The time limit is for a test, not for its fixtures that install and start a server.
     for item in items:
         if "tests/integration" in item.path.as_posix() and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300, func_only=True))
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))

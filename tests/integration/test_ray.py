@@ -39,6 +39,7 @@ from strands_env.ray import EpisodeActor, RayExecutor, versions  # noqa: E402
 from support.ray_storm import NODE, storm, two_nodes  # noqa: E402
 
 ONE_PER_NODE = {"num_cpus": 2}
+ONE_ACTOR = {"max_concurrency": 4}  # of `evaluator`: a second actor would only cost its imports
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +147,7 @@ async def test_results_come_back_whole(cluster):
             result.observation.metrics["error"] = refused  # it is pickled, and then cannot be unpickled
         return result
 
-    first, second, third = samples_of(await evaluator(play).run(tasks(3)))
+    first, second, third = samples_of(await evaluator(play, **ONE_ACTOR).run(tasks(3)))
     array = first.step_result.observation.metrics["array"]
     array += 1  # not read-only, as in the object store
     assert array.sum() == np.arange(200_001).sum()
@@ -157,7 +158,7 @@ async def test_results_come_back_whole(cluster):
 def test_an_evaluation_runs_inside_of_a_ray_job(cluster):
     @ray.remote(num_cpus=0)
     def job():
-        return samples_of(asyncio.run(evaluator(None).run(tasks(4))))
+        return samples_of(asyncio.run(evaluator(None, **ONE_ACTOR).run(tasks(4))))
 
     assert [one.reward for one in ray.get(job.remote())] == [1.0] * 4
 
@@ -350,7 +351,7 @@ def test_a_stopped_command_goes_on_where_it_was(cluster, chatml_tokenizer, tmp_p
             "--ray",
             cluster.address,
             "--ray-args",
-            '{"episodes_per_actor": 1, "actor_options": {"num_cpus": 2}}',
+            '{"episodes_per_actor": 2, "actor_options": {"num_cpus": 2}}',
         ]
         command += ["--concurrency", "2"]
         started = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
@@ -379,7 +380,7 @@ class Unpicklable:
 async def refused(tmp_path, factory, **settings):
     """Run an evaluation that is refused; return the message."""
     executor = RayExecutor(episodes_per_actor=4, actor_options={**ONE_PER_NODE, **settings})
-    evaluation = Evaluator(factory, executor=executor, max_concurrency=8, show_progress=False, output_path=tmp_path)
+    evaluation = Evaluator(factory, executor=executor, show_progress=False, output_path=tmp_path, **ONE_ACTOR)
     with pytest.raises(ExecutorError) as told:
         await evaluation.run(tasks(2))
     assert not (tmp_path / "results.jsonl").read_bytes()

@@ -42,9 +42,15 @@ def test_two_commands_do_not_run_in_one_folder(run):
         Run(run.folder).open({"seed": 0})
 
 
-def test_a_run_is_locked_to_its_end(tmp_path, monkeypatch):
+@pytest.fixture
+def command(monkeypatch):
+    """What `python examples/grpo_cpu` runs, by name."""
     monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
-    demo = runpy.run_path(str(EXAMPLE / "__main__.py"))["run_demo"]
+    return runpy.run_path(str(EXAMPLE / "__main__.py"))
+
+
+def test_a_run_is_locked_to_its_end(command, tmp_path, monkeypatch):
+    demo = command["run_demo"]
     locked = []
 
     def train(run, *_):
@@ -111,9 +117,11 @@ def test_another_run_in_the_folder_is_refused(run):
 
 
 @pytest.mark.parametrize(("option", "least"), [("--steps", 1), ("--samples", 2)])
-def test_a_run_of_nothing_is_refused(option, least):
-    ended = subprocess.run([sys.executable, EXAMPLE, option, str(least - 1)], capture_output=True, text=True)
-    assert ended.returncode == 2 and ended.stderr.endswith(f"{option} must be at least {least}\n")
+def test_a_run_of_nothing_is_refused(command, option, least, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["examples/grpo_cpu", option, str(least - 1)])
+    with pytest.raises(SystemExit) as ended:
+        command["read_options"]()
+    assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"{option} must be at least {least}\n")
 
 
 def test_tasks_are_the_same_each_time_and_not_held_out():
