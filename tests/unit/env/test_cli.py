@@ -217,7 +217,7 @@ def test_a_run_killed_repeatedly_loses_and_repeats_no_sample(command, server, tm
             assert asked[prompt] == missing if exactly else asked[prompt] <= missing
 
     path = tmp_path / "out" / "results.jsonl"
-    for wanted in (4, 11):
+    for wanted in (4, 9, 14):
         before, asked = finished_by_prompt(path), len(server.requests)
         with start(command) as process:
             deadline = time.monotonic() + 60
@@ -640,7 +640,7 @@ def test_model_and_tokenizer_may_be_the_servers(command, server, tokenizer_path,
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
-@pytest.mark.parametrize("arguments", [["compare", FINISHED, FINISHED], ["--help"]])
+@pytest.mark.parametrize("arguments", [["list"], ["compare", FINISHED, FINISHED], ["--help"]])
 def test_unread_or_unwritable_output_gives_no_traceback(arguments):
     """`| head`, and a full disk."""
     command = [sys.executable, "-m", "strands_env.cli", *map(str, arguments)]
