@@ -104,6 +104,12 @@ def discard(task: asyncio.Task[Any]) -> None:
         task.cancel()
 
 
+def settle(over: asyncio.Future[None], *_: object) -> None:
+    """Set a future that only says that something is over, unless it is set or cancelled."""
+    if not over.done():
+        over.set_result(None)
+
+
 def consume(done: asyncio.Task[Any]) -> None:
     """Retrieve a finished task's exception, so that asyncio does not report it as never retrieved."""
     if not done.cancelled():

@@ -49,11 +49,13 @@ from ..protocol.wire import (
 from ..shown import without_credentials
 from ..telemetry import report_retry
 from .balancer import Server, Servers
-from .cancellation import CLOCK_TOLERANCE_S, Cancellation, discard
+from .cancellation import CLOCK_TOLERANCE_S, Cancellation, discard, settle
 from .connections import (
+    AiohttpTransport,
     AttemptTimeoutError,
     Flight,
     LoopSession,
+    Reply,
     SessionPool,
     Transport,
     TransportSource,
@@ -639,6 +641,16 @@ class Request:
             return_when=asyncio.FIRST_COMPLETED,
         )
 
+    def until_set(self, over: asyncio.Future[None], timeout: float | None) -> asyncio.Future[None]:
+        """Return `over`, which is also set once the call ends, or `timeout` seconds are over."""
+        limit = min(math.inf if timeout is None else timeout, self.cancellation.seconds_left)
+        if limit != math.inf:
+            timer = asyncio.get_running_loop().call_later(limit, settle, over)
+            over.add_done_callback(lambda _: timer.cancel())
+        for signal in self.signaled:
+            _follow(signal, over)
+        return over
+
     def raise_if_over(self) -> None:
         """Raise the error of a call that has already ended."""
         cause = None if self.failure is None else self.failure.error
@@ -661,6 +673,17 @@ class Request:
 
     def _after_tokens(self) -> str:
         return "" if self.partial is None else f" after {len(self.partial['output_ids'])} tokens"
+
+
+def _follow(signal: asyncio.Future[Any], over: asyncio.Future[None]) -> None:
+    """Set `over` once `signal` is done."""
+    wake = partial(settle, over)
+
+    def end(_: asyncio.Future[None]) -> None:
+        signal.remove_done_callback(wake)
+
+    signal.add_done_callback(wake)
+    over.add_done_callback(end)
 
 
 async def retrying(attempt: Callable[[], Awaitable[Answer | Failure]], request: Request, policy: RetryPolicy) -> Answer:
@@ -754,12 +777,13 @@ async def generate_once(
             session.background(("probe", due.base_url), partial(_probe, session, servers, due))
         server = servers.choose(key, avoid=None if request.failure is None else request.server)
         request.server, url, rid = server, f"{server.base_url}/generate", f"{prefix}{os.urandom(16).hex()}"
-        sent = asyncio.create_task(_exchange(session, url, body.with_rid(rid), key))
+        over = asyncio.get_running_loop().create_future()
+        sent = asyncio.create_task(_exchange(session, url, body.with_rid(rid), key, over))
         flight = session.flights[rid] = Flight(rid, server, sent)
         servers.count_in_flight(server, 1)
         try:
             try:
-                await request.until(flight.answer, timeout=timeout)
+                await request.until_set(over, timeout)
             except asyncio.CancelledError:
                 await _recall(request, flight, grace)
                 raise
@@ -784,7 +808,9 @@ async def generate_once(
         session.slots.release()
 
 
-async def _exchange(session: LoopSession, url: str, content: bytes, key: str | None) -> httpx.Response:
+async def _exchange(
+    session: LoopSession, url: str, content: bytes, key: str | None, over: asyncio.Future[None]
+) -> httpx.Response | Reply:
     """Send a generation and read the whole response, without the layers of httpx's client.
 
     Its redirects, cookies and hooks are of no use here, and cost more than the transport.
@@ -794,20 +820,28 @@ async def _exchange(session: LoopSession, url: str, content: bytes, key: str | N
         url: Full URL.
         content: JSON body.
         key: Routing key; None for none.
+        over: Future to set at the end, which wakes its waiter an iteration earlier than the end of this task would.
     """
-    response: httpx.Response | None = None
+    response: httpx.Response | Reply | None = None
     try:
-        request = session.post_request(url, content)
-        if key is not None:
-            request.headers[ROUTING_HEADER] = key
+        head = session.head(url)
         # The client is only asked for its transport: this is where respx replaces it.
-        received = await session.http._transport_for_url(request.url).handle_async_request(request)
-        try:
-            await received.aread()
-        except BaseException:
-            await received.aclose()
-            raise
-        response = received
+        transport = session.http._transport_for_url(head.url)
+        if isinstance(transport, AiohttpTransport):
+            headers = head.items if key is None else [*head.items, (ROUTING_HEADER, key)]
+            response = await transport.post(head.address, headers, content)
+        else:
+            request = head.request(content)
+            await request.aread()
+            if key is not None:
+                request.headers[ROUTING_HEADER] = key
+            received = await transport.handle_async_request(request)
+            try:
+                await received.aread()
+            except BaseException:
+                await received.aclose()
+                raise
+            response = received
         await session.turnstile.enter()  # the caller decodes it
         return response
     except asyncio.CancelledError:
@@ -816,6 +850,8 @@ async def _exchange(session: LoopSession, url: str, content: bytes, key: str | N
         if response is None:  # the call that waits for it is not cancelled
             raise ConnectionResetError("the client was closed") from None
         return response
+    finally:
+        settle(over)
 
 
 async def _take_slot(request: Request) -> None:
@@ -853,7 +889,7 @@ async def _recall(request: Request, flight: Flight, grace: float) -> Answer | No
 
 
 async def _outcome(
-    request: Request, sent: Awaitable[httpx.Response], decode: Callable[[bytes, str], Answer]
+    request: Request, sent: Awaitable[httpx.Response | Reply], decode: Callable[[bytes, str], Answer]
 ) -> Answer | Failure:
     """Return the decoded response of one attempt, or its failure."""
     method, server = request.method, request.server
@@ -863,7 +899,7 @@ async def _outcome(
     except Exception as error:
         return _network_failure(method, url, error)
     server.answered = True
-    if not response.is_success:
+    if not isinstance(response, Reply) and not response.is_success:
         status = response.status_code
         code = response.headers.get(ROUTER_ERROR_HEADER, "")
         return Failure(
@@ -877,7 +913,7 @@ async def _outcome(
     except UnfitAnswerError as error:
         return Failure(FailureKind.UNFIT, SGLangDecodingError(str(error)))
     except SGLangDecodingError as error:
-        if encoding := response.headers.get("content-encoding"):
+        if not isinstance(response, Reply) and (encoding := response.headers.get("content-encoding")):
             error.args = (f"{error} (content-encoding: {encoding})",)  # httpx leaves those that it does not know
         return Failure(FailureKind.UNDECODABLE, error)
 

@@ -22,7 +22,7 @@ import ssl
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
@@ -53,11 +53,54 @@ ONE_WRITE_BYTES = 2**20
 ABORT_AGAIN_AFTER_S = (0.25, 0.5, 1.0)
 """Seconds between the aborts of one unanswered request: the first abort may have overtaken the request."""
 
+RawHeaders = tuple[tuple[bytes, bytes], ...]
+
 JSON_HEADERS = {"content-type": "application/json"}
+
+
+parsed_url = lru_cache(maxsize=4096)(httpx.URL)
+"""Parse an address, once: parsing costs 0.1 ms."""
 
 
 class AttemptTimeoutError(Exception):
     """The time limit of one attempt is over."""
+
+
+class Reply(NamedTuple):
+    """A successful response of which only the body matters, for a tenth of the cost of an `httpx.Response`.
+
+    Attributes:
+        content: The decoded body.
+        is_success: True.
+    """
+
+    content: bytes
+    is_success: bool = True
+
+
+class Head:
+    """What the POST requests to one address have in common.
+
+    Attributes:
+        url: The address.
+        headers: Headers except those of the body.
+        address: The address as text.
+        items: The headers, as aiohttp takes them.
+    """
+
+    def __init__(self, url: httpx.URL, headers: httpx.Headers, timeout: dict[str, float | None]) -> None:
+        """Take what httpx has prepared."""
+        self.url, self.headers = url, headers
+        self.address = str(url)
+        self.items = headers.multi_items()
+        self._extensions = {"timeout": timeout}
+
+    def request(self, content: bytes) -> httpx.Request:
+        """Return a request for any transport."""
+        stream = httpx.ByteStream(content)
+        request = httpx.Request("POST", self.url, headers=self.headers, stream=stream, extensions=self._extensions)
+        request.headers["content-length"] = str(len(content))
+        return request
 
 
 class Flight(NamedTuple):
@@ -71,10 +114,10 @@ class Flight(NamedTuple):
 
     rid: str
     server: Server
-    answer: asyncio.Task[httpx.Response]
+    answer: asyncio.Task[httpx.Response | Reply]
 
     @property
-    def response(self) -> httpx.Response | None:
+    def response(self) -> httpx.Response | Reply | None:
         """The response, if it has arrived."""
         answer = self.answer
         return answer.result() if answer.done() and not answer.cancelled() and answer.exception() is None else None
@@ -113,7 +156,7 @@ class LoopSession:
         """
         self.http = http
         self._credentials = credentials
-        self._prepared: dict[str, httpx.Request] = {}
+        self._heads: dict[str, Head] = {}
         self.turnstile = Turnstile()
         self.slots = asyncio.Semaphore(max_connections)
         self.flights: dict[str, Flight] = {}
@@ -146,21 +189,19 @@ class LoopSession:
         """
         headers = JSON_HEADERS if content is not None else None
         with anyio.move_on_after(timeout):
-            return await self.http.request(method, url, content=content, headers=headers)
+            return await self.http.request(method, parsed_url(url), content=content, headers=headers)
         raise AttemptTimeoutError(f"the limit is {timeout:g} s")
 
-    def post_request(self, url: str, content: bytes) -> httpx.Request:
-        """Build a POST request as `http` does; what depends on its address only once, which costs a tenth."""
-        prepared = self._prepared.get(url)
-        if prepared is None:
-            prepared = self.http.build_request("POST", url, headers=JSON_HEADERS)
+    def head(self, url: str) -> Head:
+        """Prepare what depends on the address of a POST request, as `http` does, but only once: it costs 20 us."""
+        head = self._heads.get(url)
+        if head is None:
+            prepared = self.http.build_request("POST", url, content=b"{}", headers=JSON_HEADERS)
             if self.http.auth is not None:
                 prepared = next(self.http.auth.auth_flow(prepared))
             del prepared.headers["content-length"]
-            self._prepared[url] = prepared
-        return httpx.Request(
-            "POST", prepared.url, headers=prepared.headers, content=content, extensions=prepared.extensions
-        )
+            head = self._heads[url] = Head(prepared.url, prepared.headers, self.http.timeout.as_dict())
+        return head
 
     async def recall(self, flight: Flight, grace: float) -> None:
         """Abort a flight and wait up to `grace` seconds for the response with its partial tokens.
@@ -465,21 +506,38 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request whose body is in memory, and read the response."""
-        url, body = request.url, request.content
+        url = request.url
         if url.userinfo:  # httpx sends it as a header, and aiohttp would refuse both
             url = url.copy_with(userinfo=b"")
+        status, headers, content = await self._send(
+            request.method, str(url), request.headers.multi_items(), request.content
+        )
+        return _response(status, headers, content)
+
+    async def post(self, url: str, headers: list[tuple[str, str]], content: bytes) -> httpx.Response | Reply:
+        """Send a request without the objects of httpx, and read the response.
+
+        Args:
+            url: Full URL, without credentials.
+            headers: Headers except the length of the body.
+            content: Body.
+        """
+        status, received, body = await self._send("POST", url, headers, content)
+        if status == 200 and not any(name.lower() == b"content-encoding" for name, _ in received):
+            return Reply(body)
+        return _response(status, received, body)
+
+    async def _send(
+        self, method: str, url: str, headers: list[tuple[str, str]], body: bytes
+    ) -> tuple[int, RawHeaders, bytes]:
         async with self._session.request(
-            request.method,
-            str(url),
-            headers=request.headers.multi_items(),
+            method,
+            url,
+            headers=headers,
             data=io.BytesIO(body) if len(body) > ONE_WRITE_BYTES else body or None,
             allow_redirects=False,
         ) as response:
-            content = await response.read()
-        try:
-            return httpx.Response(response.status, headers=response.raw_headers, content=content)
-        except httpx.DecodingError as error:
-            raise httpx.DecodingError(f"{response.headers.get('content-encoding')}: {error}") from None
+            return response.status, response.raw_headers, await response.read()
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -496,6 +554,14 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         closing = self._connector.close().__await__()
         with contextlib.suppress(StopIteration, RuntimeError):
             next(closing)
+
+
+def _response(status: int, headers: RawHeaders, content: bytes) -> httpx.Response:
+    try:
+        return httpx.Response(status, headers=headers, content=content)
+    except httpx.DecodingError as error:
+        encoding = httpx.Headers(list(headers)).get("content-encoding")
+        raise httpx.DecodingError(f"{encoding}: {error}") from None
 
 
 def _keepalive_socket(address: Any) -> socket.socket:
