@@ -1290,6 +1290,15 @@ def _text_beside_calls(forms: TemplateForms, shown: Callable[..., bool | None]) 
 # --- control tokens in the text of messages ---
 
 
+@dataclass
+class _Stretch:
+    """A control token that the template wrote, or the text between two of them."""
+
+    text: str = ""
+    has_mark: bool = False
+    is_token: bool = False
+
+
 class ControlTokens:
     """The control tokens of a tokenizer: all tokens added to its vocabulary except white space.
 
@@ -1312,7 +1321,6 @@ class ControlTokens:
         ids = {token: token_id for token, token_id in (*added.items(), *special) if token.strip()}
         # Text that a vocabulary lacks becomes its unknown token, wherever it comes from.
         self._counted = frozenset(ids.values()) - {tokenizer.unk_token_id}
-        self._tokens = frozenset(ids)
         self._pattern = re.compile(f"({_any_of(ids)})")
         self._encode_without = encoder.without(ids)
 
@@ -1333,13 +1341,20 @@ class ControlTokens:
             ChatTemplateError: A text of the conversation became a control token anyway.
         """
         tokens = {mark: token for token, mark in list(self._marks.items())}
-        marks = re.compile(_any_of(tokens))
+        parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+        stretches = [_Stretch()]
+        for number, part in enumerate(parts):
+            if number % 2:
+                stretches[-1].text += tokens[part]
+                stretches[-1].has_mark = True
+                continue
+            first, *rest = self._pattern.split(part)
+            stretches[-1].text += first
+            stretches += [_Stretch(piece, is_token=position % 2 == 0) for position, piece in enumerate(rest)]
         pieces = []
-        # The tokens that the template wrote, and the texts between them.
-        parts = self._pattern.split(text)
-        for has_mark, run in groupby(parts, key=lambda part: marks.search(part) is not None):
+        for has_mark, run in groupby(stretches, key=lambda stretch: stretch.has_mark):
             together = list(run)
-            whole = marks.sub(lambda mark: tokens[mark.group()], "".join(together))
+            whole = "".join(stretch.text for stretch in together)
             if has_mark:
                 token_ids = self._encode_without(whole)
                 # A vocabulary may also have a control token as an ordinary piece.
@@ -1351,7 +1366,7 @@ class ControlTokens:
                     )
             else:
                 token_ids = self._encoder.encode(whole)
-                own_tokens = sum(part in self._tokens for part in together)
+                own_tokens = sum(stretch.is_token for stretch in together)
                 # A tokenizer may normalize another spelling to a control token.
                 if sum(token_id in self._counted for token_id in token_ids) > own_tokens:
                     raise ChatTemplateError(
