@@ -27,6 +27,7 @@ from ..reading import (
 _QUOTE = '<|"|>'
 _NAME = re.compile(r"call:([^\s{}<>:]{1,256})\{")
 _KEY = re.compile(r"([^:,{}\[\]<>\n]{0,256}):")
+_NUMBER_ITEM = re.compile(r"(-?(?:0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?),")
 _SCALAR = re.compile(r"[-+.a-zA-Z0-9]+")
 
 
@@ -126,6 +127,12 @@ def _object(turn: MarkedText, position: int, depth: int) -> tuple[dict[str, Any]
 def _list(turn: MarkedText, position: int, depth: int) -> tuple[list[Any], int]:
     """Return the list whose content begins at `position`, and its end."""
     found: list[Any] = []
+    while (number := _NUMBER_ITEM.match(turn.text, position)) is not None:  # lists may have many of these
+        found.append(float(number[1]) if number[2] else int(number[1]))
+        position = number.end()
+    if found:
+        item, position = _value(turn, position, depth)
+        found.append(item)
     while not turn.text.startswith("]", position):
         position = _past_comma(turn.text, position, bool(found))
         item, position = _value(turn, position, depth)

@@ -14,6 +14,7 @@ import math
 import re
 import threading
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ from .schemas import allowed_types, listed_values, same_json, type_name
 MAX_JSON_DEPTH = 64
 """Deepest nesting of lists and objects. Agents copy their history recursively and would fail on deeper values."""
 
+_FIRST_WINDOW = 1024
+# A window that ends inside a literal, a number or an escape fails at most this many characters before its end.
+_CUT_MARGIN = 16
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 # Qwen3-Coder's chat template writes these values with Python's `str`. JSON's spellings are read too.
 _TEMPLATE_LITERALS: dict[str, Any] = {"True": True, "False": False, "None": None}
@@ -54,17 +58,29 @@ class DecodedJSON(NamedTuple):
 def decode_json(text: str, start: int = 0) -> DecodedJSON:
     """Decode the JSON value that begins at `start`, and ignore the text after it.
 
+    The work is linear in the length of the value, or of its readable part, not in the length of the text.
+
     Raises:
         InvalidValueError: There is no JSON value at `start`.
     """
-    try:
-        value, end, problem = _DECODER.decode(text, start)
-    except json.JSONDecodeError as error:
-        is_open = error.msg.startswith("Unterminated")  # the standard library tells it by no other means
-        raise InvalidValueError(error.msg[:1].lower() + error.msg[1:], error.pos, is_open=is_open) from None
-    except RecursionError:
-        raise InvalidValueError("it is nested too deeply", start) from None
-    return DecodedJSON(value, end, problem or _value_problem(value, text[start:end]))
+    window = _FIRST_WINDOW
+    while True:
+        # Decode a slice: for every error, the decoder counts lines from the start of its text.
+        cut = text[start : start + window]
+        whole = start + window >= len(text)
+        try:
+            value, end, problem = _DECODER.decode(cut)
+        except json.JSONDecodeError as error:
+            is_open = error.msg.startswith("Unterminated")  # the standard library tells it by no other means
+            if whole or not (is_open or error.pos >= len(cut) - _CUT_MARGIN):
+                message = error.msg[:1].lower() + error.msg[1:]
+                raise InvalidValueError(message, start + error.pos, is_open=is_open) from None
+        except RecursionError:
+            raise InvalidValueError("it is nested too deeply", start) from None
+        else:
+            if whole or end < len(cut) - _CUT_MARGIN:
+                return DecodedJSON(value, start + end, problem or _value_problem(value, cut[:end]))
+        window *= 4
 
 
 def strict_json(text: str) -> Any:
@@ -150,10 +166,10 @@ class _RecordingDecoder(threading.local):
             parse_int=self._take_int,
         )
 
-    def decode(self, text: str, start: int) -> tuple[Any, int, str | None]:
-        """Return the value at `start`, its end, and its first problem."""
+    def decode(self, text: str) -> tuple[Any, int, str | None]:
+        """Return the value at the start of `text`, its end, and its first problem."""
         self._problems.clear()
-        value, end = self._decoder.raw_decode(text, start)
+        value, end = self._decoder.raw_decode(text)
         return value, end, self._problems[0] if self._problems else None
 
     def _take_pairs(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -212,6 +228,11 @@ _NAMES: dict[str, Any] = {"True": True, "False": False, "None": None, "true": Tr
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)\Z")
 _NUMBER = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?![0-9A-Za-z_.])")
+_SIMPLE_ITEM = re.compile(
+    r"""(?:(-?(?:0|[1-9][0-9]{0,17}))|"([^"\\\n]*)"|'([^'\\\n]*)'|(-?[0-9]{1,17}\.[0-9]{0,17}|-?\.[0-9]{1,17})"""
+    r"""|(\[\])|(\{\}))[ \t\n\r]*,[ \t\n\r]*"""
+)
+_SIMPLE_VALUE: tuple[Callable[[str], Any], ...] = (str, int, str, str, float, lambda _: [], lambda _: {})
 _STRINGS = {
     quote: re.compile(rf"{quote}([^{quote[0]}\\{line}]*(?:(?:\\.{inner})[^{quote[0]}\\{line}]*)*){quote}", re.DOTALL)
     for quote, line, inner in (
@@ -284,6 +305,9 @@ def read_arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
 def _read_list(text: str, position: int, depth: int) -> tuple[list[Any], int]:
     items: list[Any] = []
     position = skip_space(text, position + 1)
+    while (simple := _SIMPLE_ITEM.match(text, position)) is not None:  # long lists consist of such items
+        items.append(_SIMPLE_VALUE[simple.lastindex or 0](simple[simple.lastindex or 0]))
+        position = simple.end()
     while not text.startswith("]", position):
         item, position = read_literal(text, position, depth - 1)
         items.append(item)
