@@ -470,9 +470,8 @@ class SGLangClient:
             SGLangClientError: There is no response; the errors are those of `generate`.
         """
         content = {"prompt": text, "add_special_tokens": False}
-        policy = replace(self.retry_policy, retry_refusals=False)
         try:
-            answer = await self._ask("POST", "/tokenize", base_url, content, policy)
+            answer = await self._ask("POST", "/tokenize", base_url, content, retry_refusals=False)
         except SGLangHTTPError:
             return None
         tokens = answer.get("tokens")
@@ -503,8 +502,12 @@ class SGLangClient:
             ValueError: `base_url` is not one of the client's servers.
             SGLangClientError: There is no response, or it is an error; the errors are those of `generate`.
         """
-        policy = replace(self.retry_policy, max_retries=0)
-        return await self._ask("POST", path, base_url, content or {}, policy, timeout, _decode_any)
+        only = None if base_url is None else self._servers[base_url]
+        request = Request(await self._sessions.current(), self._servers, Cancellation(), "POST", path, only)
+        outcome = await ask_once(request, orjson.dumps(content or {}), timeout, _decode_any)
+        if isinstance(outcome, Failure):
+            raise outcome.error
+        return outcome
 
     async def abort(self, rid: str) -> None:
         """Abort a request on its server. Takes at most 2 s and never raises.
@@ -569,17 +572,15 @@ class SGLangClient:
         path: str,
         base_url: str | None = None,
         content: Mapping[str, Any] | None = None,
-        policy: RetryPolicy | None = None,
-        timeout: float = INFO_TIMEOUT_S,
-        decode: Callable[[bytes, str], Answer] = decode_object,
+        *,
+        retry_refusals: bool = True,
     ) -> dict[str, Any]:
-        """Request a JSON object from an endpoint, by default with the retries of `generate`."""
+        """Request a JSON object from an endpoint, with the retries of `generate`; error statuses may be exempt."""
         only = None if base_url is None else self._servers[base_url]
         request = Request(await self._sessions.current(), self._servers, Cancellation(), method, path, only)
         encoded = None if content is None else orjson.dumps(content)
-        return await retrying(
-            partial(ask_once, request, encoded, timeout, decode), request, policy or self.retry_policy
-        )
+        policy = replace(self.retry_policy, retry_refusals=retry_refusals)
+        return await retrying(partial(ask_once, request, encoded, INFO_TIMEOUT_S), request, policy)
 
 
 async def shared(client: SGLangClient, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -734,7 +735,7 @@ async def ask_once(
     request: Request,
     content: bytes | None,
     timeout: float,
-    decode: Callable[[bytes, str], Answer],
+    decode: Callable[[bytes, str], Answer] = decode_object,
 ) -> Answer | Failure:
     """Request a JSON object from one server, once."""
     server = request.server = request.only or request.servers.choose()

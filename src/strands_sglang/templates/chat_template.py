@@ -18,16 +18,17 @@ drops a part in a form that it does not know, so messages are put into the templ
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
-from itertools import chain, groupby, product
+from functools import cached_property, lru_cache, partial
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..families import Family, find_family, get_family, numbered_function
@@ -166,9 +167,6 @@ class ChatTemplate:
         forms: The forms in which the template takes messages.
         sentinel: Creates a unique text that the template leaves unchanged.
         identity: The facts about the template that are part of a conversation's identity.
-        proof: The function `prove` of this template; like the next two, it finds each answer once.
-        reads_history: The function `reads_history` of this template, called at the first continuation.
-        rewrites_history: The function `rewrites_history` of this template.
     """
 
     def __init__(
@@ -207,7 +205,12 @@ class ChatTemplate:
         self.arguments = dict(arguments or {})
         # Pinned: the shared tokenizer may get another template.
         self._template = chat_template or own
-        self.sentinel, self.forms = self._find_sentinel()
+        self.sentinel = _SENTINELS[0]
+        self.forms = TemplateForms()
+        if not self._find_sentinel():
+            self.forms = TemplateForms(text_as_parts=True)
+            if not self._find_sentinel():
+                self.forms = TemplateForms()
         self._control_tokens = ControlTokens(encoder, self.sentinel) if escape_control_tokens else None
         self._warned = self._warned_of_tools = False
         self.family, self.stops = self._find_family(family)
@@ -216,9 +219,9 @@ class ChatTemplate:
         self.identity = {"chat template": self._template, "template arguments": prefix_arguments(self)}
         if escape_control_tokens:
             self.identity["control tokens"] = "escaped"
-        self.proof = cache(partial(prove, self))
-        self.reads_history = cache(partial(reads_history, self))
-        self.rewrites_history = cache(partial(rewrites_history, self))
+        self._rewrites: dict[tuple[bool, Reasoning], bool] = {}
+        self._proofs: dict[tuple[str, bool, bool], Proof] = {}
+        self._reads_history: dict[tuple[str, bool, bool], bool] = {}
         self._shapes = Shapes(self)
         self._openings: dict[Any, Prompt] = {}
         self._lock = threading.Lock()
@@ -236,8 +239,22 @@ class ChatTemplate:
         Returns:
             By case, why it cannot be proven; None if it is proven.
         """
-        proven_by = {"cut turn": "user turn"}
-        return {case: self.proof(proven_by.get(case, case), has_system, has_tools).reason for case in CASES}
+        return {case: self._prove(case, has_system, has_tools).reason for case in CASES}
+
+    def _prove(self, case: str, has_system: bool, has_tools: bool) -> Proof:
+        if not self.stops:
+            return Proof("the chat template ends an assistant turn with no special token")
+        key = ("user turn" if case == "cut turn" else case, has_system, has_tools)
+        if key not in self._proofs:
+            self._proofs[key] = prove(self, key[0], has_system=has_system, has_tools=has_tools)
+        return self._proofs[key]
+
+    def _needs_history(self, case: str, has_system: bool, has_tools: bool) -> bool:
+        """Whether a continuation has to be rendered with the conversation before it: found at the first one."""
+        key = ("user turn" if case == "cut turn" else case, has_system, has_tools)
+        if key not in self._reads_history:
+            self._reads_history[key] = reads_history(self, *key)
+        return self._reads_history[key]
 
     @cached_property
     def tested_texts(self) -> dict[str, int]:
@@ -251,6 +268,18 @@ class ChatTemplate:
         numbers = {int(text) for text in constants if text.isdecimal()} - {0, 1}
         longer = {"x" * (number + 1): min(number, _MOST_EXCHANGES) for number in numbers}
         return {text: 1 for text in ("earlier", *constants) if text.strip() and not text.isdecimal()} | longer
+
+    def rewrites_history(self, *, tool_result: bool = False, reasoning: Reasoning = "text") -> bool:
+        """Whether the template renders earlier turns differently once something follows them.
+
+        Args:
+            tool_result: Whether a tool result follows, rather than a user message.
+            reasoning: What the turns hold.
+        """
+        key = (tool_result, reasoning)
+        if key not in self._rewrites:
+            self._rewrites[key] = rewrites_history(self, tool_result=tool_result, reasoning=reasoning)
+        return self._rewrites[key]
 
     @cached_property
     def left_out(self) -> frozenset[str]:
@@ -336,21 +365,71 @@ class ChatTemplate:
             roles = [message["role"] for message in messages]
             raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
 
+    def render_step(self, messages: Sequence[ChatMessage], new: Sequence[ChatMessage], tools: Tools) -> str:
+        """Render a conversation that opens the model's turn, as `render` does.
+
+        Args:
+            messages: Messages of the library: plain values, without reasoning.
+            new: The messages after them.
+            tools: Tools in OpenAI form.
+
+        Raises:
+            ChatTemplateError: The template rejected the conversation.
+        """
+        # `apply_chat_template` copies and checks what is known to be plain.
+        if (
+            self.jinja is None
+            or not (tools is None or (isinstance(tools, ChatTools) and tools.digest))
+            or not all(type(message) is dict and set(map(type, message.values())) == {str} for message in new)
+        ):
+            return self.render([*messages, *new], tools, add_generation_prompt=True)
+        try:
+            formed = [*self.forms.put(messages), *new]
+            text: str = self.jinja.render(self.variables, messages=formed, tools=tools)
+            return text
+        except Exception as error:  # templates raise whatever their expressions raise
+            roles = [message["role"] for message in (*messages, *new)]
+            raise ChatTemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
+
+    @cached_property
+    def variables(self) -> dict[str, Any]:
+        """What the template reads besides messages and tools, to open the model's turn."""
+        given = {**self.tokenizer.special_tokens_map, **self.arguments}
+        return {**given, "documents": None, "add_generation_prompt": True}
+
     @cached_property
     def jinja(self) -> Any:
-        """The compiled template; None if the tokenizer or the installed transformers renders in another way."""
+        """The compiled template, as `apply_chat_template` renders it.
+
+        None if the installed transformers does more than that with plain messages, or compiles it elsewhere.
+        """
         if not isinstance(self._template, str) or not is_plain(self.arguments):
             return None
         try:
-            from transformers import PreTrainedTokenizerBase
             from transformers.utils.chat_template_utils import _compile_jinja_template
 
-            render = getattr(self.tokenizer.apply_chat_template, "__func__", None)
-            is_own = render is not PreTrainedTokenizerBase.apply_chat_template
-            return None if is_own else _compile_jinja_template(self._template)
+            template = _compile_jinja_template(self._template)
         except Exception as error:  # not a public name
-            logger.debug("error=<%s> | every continuation is rendered", error)
+            logger.debug("error=<%s> | rendering with apply_chat_template", error)
             return None
+
+        for count in range(-1, 3):
+            calls = [probe_call(self, number) for number in range(count)]
+            turn = [] if count < 0 else [assistant_turn(calls, self.sentinel())]
+            new = [probe_result(call) for call in calls] or [{"role": "user", "content": "v"}] * (count + 1)
+            before = [{"role": "system", "content": "s"}] if count % 2 else []
+            tools = [PROBE_TOOL] if count else None
+            exchange = [*before, {"role": "user", "content": "u"}, *self.forms.put(turn), *new]
+            expected = self.try_render(exchange, tools, add_generation_prompt=True)
+            if expected is None:
+                continue
+            try:
+                is_same = template.render(self.variables, messages=exchange, tools=tools) == expected
+            except Exception:
+                is_same = False
+            if not is_same:
+                return None
+        return template
 
     def try_render(self, messages: Sequence[ChatMessage], tools: Tools = None, **options: Any) -> str | None:
         """Render a conversation as `render` does; None if the template rejects it."""
@@ -375,14 +454,15 @@ class ChatTemplate:
         template = self._template
         return template if isinstance(template, str) else "\n".join(map(str, dict(template or {}).values()))
 
-    def _find_sentinel(self) -> tuple[Callable[[], str], TemplateForms]:
-        """Find a sentinel that the template leaves unchanged in an assistant's text, and the form of that text."""
-        for forms, new in product((TemplateForms(), TemplateForms(text_as_parts=True)), _SENTINELS):
+    def _find_sentinel(self) -> bool:
+        """Whether the template shows an assistant's text in the present form and leaves a sentinel unchanged."""
+        for new in _SENTINELS:
             text = new()
             exchange = [{"role": "user", "content": "u"}, {"role": "assistant", "content": text}]
-            if text in (self.try_render(exchange, add_generation_prompt=False, forms=forms) or ""):
-                return new, forms
-        return _SENTINELS[0], TemplateForms()
+            if text in (self.try_render(exchange, add_generation_prompt=False) or ""):
+                self.sentinel = new
+                return True
+        return False
 
     # --- prompts ---
 
@@ -399,10 +479,11 @@ class ChatTemplate:
         places = [getattr(message, "where", f"message {i}") for i, message in enumerate(messages)]
         pictures = tuple(pictures_of(messages))
         messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
-        text = self.render(messages, tools, add_generation_prompt=True)
-        for index, part in find_lost(self, [], messages, tools):
+        text = self.render_step([], messages, tools)
+        lost = find_lost(self, [], messages, tools)
+        if lost is not None:
             raise ChatTemplateError(
-                f"{places[index]}: the chat template drops the {part} of this conversation; leave it out, or pass "
+                f"{places[lost[0]]}: the chat template drops the {lost[1]} of this conversation; leave it out, or pass "
                 "a template that renders all parts, chat_template=<jinja text>"
             )
         if tools and not self._warned_of_tools and not self.shows_tools:
@@ -417,12 +498,15 @@ class ChatTemplate:
         encoded = self._encoded(text)
         return Prompt(_ids_of(encoded), encoded, pictures=pictures)
 
-    @cached_property
+    @functools.cached_property
     def shows_tools(self) -> bool:
-        """Whether the template has a place for tools, so that the model sees them, or takes no such conversation."""
+        """Whether the template has a place for tools, so that the model sees them."""
         question: list[ChatMessage] = [{"role": "user", "content": "Hi"}]
-        with_tool = self.try_render(question, [PROBE_TOOL], add_generation_prompt=True)
-        return with_tool is None or with_tool != self.try_render(question, add_generation_prompt=True)
+        try:
+            with_tool = self.render(question, [PROBE_TOOL], add_generation_prompt=True)
+            return with_tool != self.render(question, None, add_generation_prompt=True)
+        except ChatTemplateError:  # it takes no such conversation, which says nothing about tools
+            return True
 
     def shared_opening(self, key: Any, render: Callable[[], Prompt]) -> Prompt:
         """Return a prompt that several conversations open with at about the same time, as samples of one prompt do.
@@ -475,12 +559,11 @@ class ChatTemplate:
         happens = {
             "tool result": results > 0,
             "several tool results": results > 1,
-            # What follows a turn that was cut off is that after its end.
-            "user turn": any(message["role"] == "user" for message in messages)
-            or (turn.stop_token_id is None and not results),
+            "user turn": any(message["role"] == "user" for message in messages),
+            "cut turn": turn.stop_token_id is None and not results,
         }
-        cases = [case for case, does in happens.items() if does]
-        proofs = [self.proof(case, has_system, bool(tools)) for case in cases]
+        cases = [case for case in CASES if happens[case]]
+        proofs = [self._prove(case, has_system, bool(tools)) for case in cases]
         for proof in proofs:
             if proof.reason is not None:
                 raise UnprovenContinuationError(proof.reason)
@@ -489,7 +572,7 @@ class ChatTemplate:
         shown = [{"id": call["id"], "name": call["name"]} for call in turn.calls]
         shown = shown if results and "tool calls" not in self.left_out else []
         messages, tools = self._escaped(self.forms.with_own_ids(messages), tools)
-        if any(self.reads_history(case, has_system, bool(tools)) for case in cases):
+        if any(self._needs_history(case, has_system, bool(tools)) for case in cases):
             if history is None:
                 raise UnprovenContinuationError(_READS_HISTORY)
             earlier, _ = self._escaped(self.forms.with_own_ids(history()), None)
@@ -535,8 +618,9 @@ class ChatTemplate:
     ) -> TextAfterTurn:
         """Return what `text_after_turn` returns, and reject a text that lacks a part of the messages."""
         after = text_after_turn(self, before, messages, tools)
-        for _, part in find_lost(self, before, messages, tools):
-            raise UnprovenContinuationError(f"the chat template drops the {part} after the turn")
+        lost = find_lost(self, before, messages, tools)
+        if lost is not None:
+            raise UnprovenContinuationError(f"the chat template drops the {lost[1]} after the turn")
         return after
 
     def _escaped(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[Sequence[ChatMessage], Tools]:
@@ -675,16 +759,9 @@ class Shapes:
             {name: Hole(next(numbers)) if name in _HOLES else value for name, value in message.items()}
             for message in messages
         ]
-        variables = {
-            **template.tokenizer.special_tokens_map,
-            **template.arguments,
-            "documents": None,
-            "add_generation_prompt": True,
-            "messages": [*template.forms.put([*before[:-1], turn]), *new],
-            "tools": tools,
-        }
+        formed = template.forms.put([*before[:-1], turn])
         try:
-            parts = with_holes(variables)
+            parts = with_holes({**template.variables, "messages": [*formed, *new], "tools": tools})
         except (HoleReadError, Exception):  # templates raise whatever their expressions raise
             return None
         marked = [at for at, part in enumerate(parts) if isinstance(part, str) and sentinel in part]
@@ -745,7 +822,7 @@ def text_after_turn(
     # of several calls.
     turn, _ = with_marks(before[-1], lambda: sentinel, blank=True)
     try:
-        text = template.render([*before[:-1], turn, *messages], tools, add_generation_prompt=True)
+        text = template.render_step([*before[:-1], turn], messages, tools)
     except ChatTemplateError as error:
         # The full render shows whether the template rejects the messages or only the stand-in.
         raise UnprovenContinuationError(str(error)) from error
@@ -841,19 +918,19 @@ def with_marks(
 
 def find_lost(
     template: ChatTemplate, before: Sequence[ChatMessage], messages: Sequence[ChatMessage], tools: Tools
-) -> Iterator[tuple[int, str]]:
-    """Find what a template drops silently when it renders messages after others; nothing if it rejects them.
+) -> tuple[int, str] | None:
+    """Find what a template drops silently when it renders messages after others.
 
     The messages are rendered once more with a mark at the end of each text, because a template may write a text in
     another form.
 
-    Yields:
-        The position of a message of which a part is missing, and the name of the part.
+    Returns:
+        The position of the first message of which a part is missing, and the name of the part; None if there is none.
     """
     marked = [with_marks(message, template.sentinel) for message in messages]
     text = template.try_render([*before, *(message for message, _ in marked)], tools, add_generation_prompt=True)
     if text is None:
-        return
+        return None
     position = 0
     for index, (_, parts) in enumerate(marked):
         for mark, part in parts.items():
@@ -861,8 +938,9 @@ def find_lost(
             if found < 0:
                 found = text.find(mark)
             if found < 0:
-                yield index, part
-            position = max(found, 0)
+                return index, part
+            position = found
+    return None
 
 
 def _split(text: str, sentinel: str, stops: Sequence[str]) -> TextAfterTurn:
@@ -894,8 +972,8 @@ class Proof:
     reads_history: bool = False
 
 
-def prove(template: ChatTemplate, case: str, has_system: bool, has_tools: bool) -> Proof:
-    """Prove the text after a turn for one of `CASES`; that after a cut turn is that of a user turn.
+def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: bool) -> Proof:
+    """Prove the text after a turn for one of `CASES`.
 
     Conversations of three lengths are rendered in full. Neither the system prompt nor the tools may come after the
     turn. If their text after the turn is not that of the stand-in, the conversation itself has to be rendered.
@@ -906,8 +984,6 @@ def prove(template: ChatTemplate, case: str, has_system: bool, has_tools: bool) 
         has_system: Whether the conversation begins with a system message.
         has_tools: Whether there are tools.
     """
-    if not template.stops:
-        return Proof("the chat template ends an assistant turn with no special token")
     tools = ChatTools([PROBE_TOOL]) if has_tools else None
     shown, new = _what_follows(template, case)
     count = len(new) if new[0]["role"] == "tool" else 0
@@ -960,7 +1036,7 @@ def reads_history(template: ChatTemplate, case: str, has_system: bool, has_tools
     with that of the stand-in. If it is not known what the template tests for, the text is said to depend on it.
     The arguments are those of `prove`.
     """
-    proof = template.proof(case, has_system, has_tools)
+    proof = prove(template, case, has_system=has_system, has_tools=has_tools)
     if proof.reads_history or not template.tested_texts:
         return True
     tools = ChatTools([PROBE_TOOL]) if has_tools else None
@@ -1062,7 +1138,7 @@ def probe_result(call: Mapping[str, str]) -> ChatMessage:
 # --- how it treats parts of a conversation ---
 
 
-def rewrites_history(template: ChatTemplate, *, tool_result: bool = False, reasoning: Reasoning = "text") -> bool:
+def rewrites_history(template: ChatTemplate, *, tool_result: bool, reasoning: Reasoning) -> bool:
     """Whether the template renders a sampled turn differently once something follows it.
 
     Templates of reasoning models then strip reasoning, and an empty reasoning block of the generation prompt may
@@ -1123,17 +1199,17 @@ def prefix_arguments(template: ChatTemplate) -> str:
         ([*plain, {**assistant_turn([call], "b"), "reasoning_content": "r"}, probe_result(call)], [PROBE_TOOL]),
     ]
 
-    def renders(arguments: Mapping[str, Any]) -> list[str | None]:
-        return [
-            template.try_render(messages, tools, add_generation_prompt=False, arguments=arguments)
-            for messages, tools in probes
-        ]
+    def render(probe: tuple[list[ChatMessage], Tools], arguments: Mapping[str, Any]) -> str | None:
+        return template.try_render(*probe, add_generation_prompt=False, arguments=arguments)
 
     def changes(name: str) -> bool:
-        alone = renders({name: template.arguments[name]})
-        others = renders({other: value for other, value in template.arguments.items() if other != name})
-        # Some arguments matter only together with others, and one with which no probe renders may change anything.
-        return alone != renders({}) or renders(template.arguments) != others or alone[0] is None
+        alone = {name: template.arguments[name]}
+        others = {other: value for other, value in template.arguments.items() if other != name}
+        # Some arguments matter only together with others.
+        pairs = [(render(probe, alone), render(probe, {})) for probe in probes]
+        pairs += [(render(probe, template.arguments), render(probe, others)) for probe in probes]
+        # If no probe renders with or without an argument, the argument may change anything.
+        return any(with_it != without for with_it, without in pairs) or pairs[0] == (None, None)
 
     relevant = {name: value for name, value in template.arguments.items() if changes(name)}
     return json.dumps(relevant, sort_keys=True, default=repr)
