@@ -21,7 +21,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -1007,15 +1007,16 @@ _OPTION_OF = {
     r"\bmodel_id\b=?": "--model",
     r"\bchat_template=(<jinja text>)?": "--chat-template",
     r"\btokenizer=": "--tokenizer",  # without the sign it is a word
-    r"\b(question|answer|id)_field$": r"--\1-field",
-    r"\bpass split=": "give --split ",
     r"; use another file( for this one)?$": "; use another --output",
 }
 
 
-def in_options(text: str) -> str:
+_DATASET_OPTION_OF = {r"\b(question|answer|id)_field$": r"--\1-field", r"\bpass split=": "give --split "}
+
+
+def in_options(text: str, options: Mapping[str, str] = _OPTION_OF) -> str:
     """A message with the options instead of the arguments that they set."""
-    for argument, option in _OPTION_OF.items():
+    for argument, option in options.items():
         text = re.sub(argument, option, text)
     return text
 
@@ -1179,7 +1180,7 @@ def load_dataset(arguments: argparse.Namespace, **further: Any) -> list[Action]:
     try:
         return load_tasks(arguments.dataset, **fields, needs_answer=arguments.reward != OWN_REWARD, **further)
     except TaskError as error:
-        raise ValueError(in_options(str(error))) from error
+        raise ValueError(in_options(str(error), _DATASET_OPTION_OF)) from error
 
 
 def load_actions(arguments: argparse.Namespace, evaluator: Evaluator, reward: Any) -> list[Action]:

@@ -300,6 +300,7 @@ def _check_record(replayed: Replayed, group: Group, found: Iterable[Finding]) ->
     return False
 
 
+# Kinds of findings that mean that a file is not what was recorded; others tell how the episode went.
 _CONTRADICTIONS = (
     *("logprobs-shifted", "logprobs", "id-text", "ids", "version-falls", "version"),
     *("version-missing", "experts-missing", "changed", "structure", "reward"),
@@ -308,11 +309,7 @@ _CREDIT = (
     *("mask-not-sampled", "mask-off-policy", "not-trained", "trained-twice", "advantage", "weight"),
     *("reward-sibling", "group", "left-out"),
 )
-_NOT_TRAINED = ("cut-complete", "reward-failure")
-"""Kinds of findings that mean that a file is not what was recorded; others tell how the episode went.
-
-Episodes that ended as those of the last kinds do not become rows.
-"""
+_NOT_TRAINED = ("cut-complete", "reward-failure")  # of episodes that do not become rows
 
 
 async def _run_again(replayed: Replayed, episode: RecordedEpisode, env: Environment, tools: Tools) -> None:

@@ -127,5 +127,5 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/integration" in item.path.as_posix() and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300, func_only=True))
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    places = {f"tests/integration/{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get("/".join(item.path.parts[-3:]), len(places)))

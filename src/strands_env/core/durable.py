@@ -494,10 +494,11 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             for use in chain.from_iterable(tool_uses([message]) for message in new):
                 uses[use["toolUseId"]] = use
             point.agent = data.get("agent", point.agent)
-            point.returned |= results_in(new) | decode_bytes_values(data.get("tool_results", {}))
+            point.returned |= results_in(new)
             point.seconds, point.counts = data["seconds"], data
             if any(message["role"] == "assistant" for message in data["messages"]):
                 unseen = None
+        point.returned |= decode_bytes_values(data.get("tool_results", {}))
         if at == end:
             break
         if entry.kind == "turn":

@@ -226,11 +226,10 @@ class EpisodeHooks(HookProvider):
         for use_id in self.returned if are_all else shown:
             if use_id not in self.returned:
                 continue
-            with suppress(TypeError, ValueError, RecursionError):  # a results file has no NaN
-                if self.returned[use_id] == shown.get(use_id, {}) and json.dumps(shown[use_id], allow_nan=False):
-                    continue
+            returned = self.returned[use_id]
             with suppress(TypeError, ValueError, RecursionError):
-                changed[use_id] = json.loads(json.dumps(encode_bytes_values(self.returned[use_id])))
+                if returned != shown.get(use_id, {}) or _has_nan(returned):
+                    changed[use_id] = json.loads(json.dumps(encode_bytes_values(returned)))
         return changed
 
     def _exceeded_limit(self, event: BeforeToolCallEvent) -> str | None:
@@ -270,6 +269,15 @@ _NOT_IN_IDENTITY = frozenset(
     }
 )
 """Arguments that results do not depend on, or that the identity describes separately."""
+
+
+def _has_nan(result: Any) -> bool:
+    """Whether the result of a tool holds NaN or an infinity, which a results file cannot."""
+    try:
+        json.dumps(encode_bytes_values(result), allow_nan=False)
+    except ValueError:
+        return True
+    return False
 
 
 class Environment(Identified):

@@ -132,7 +132,7 @@ class Rerun(HookProvider):
         then: Any
         now: Any
         then, now = ({"status": "success", **one, "toolUseId": ""} for one in (recorded, event.result))
-        if _as_json(then) != _as_json(now):
+        if then != now and _as_json(then) != _as_json(now):
             what = f"the result of {event.tool_use['name']}"
             if then["status"] == now["status"]:
                 then, now = then["content"], now["content"]
@@ -153,5 +153,6 @@ class Rerun(HookProvider):
 
 
 def _as_json(result: Any) -> str:
-    """Return a result as a file has it: NaN is itself, and a tuple a list."""
-    return json.dumps(encode_bytes_values(result), sort_keys=True, default=repr)
+    """Return a result as a file has it: NaN is itself, a tuple a list, and a key a text."""
+    read = json.loads(json.dumps(encode_bytes_values(result), default=repr))
+    return json.dumps(read, sort_keys=True)

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Literal, TypeVar
@@ -454,7 +455,7 @@ class Progress(tqdm):
             shown: Whether to show the bar; None to show it if standard error is a terminal.
         """
         self._running = running
-        self._ends: list[float] = []
+        self._ends: deque[float] = deque()
         super().__init__(
             desc=description,
             total=total,
@@ -481,8 +482,11 @@ class Progress(tqdm):
     @property
     def format_dict(self) -> Any:
         """What tqdm shows, with our rate."""
-        is_known = self.n - self.initial >= len(self._running)
-        return super().format_dict | {"rate": is_known * results_per_second(self._ends, time.time())}
+        now = time.time()
+        while self._ends and now - self._ends[0] > WINDOW_S:
+            self._ends.popleft()
+        is_known = self.n - getattr(self, "initial", 0) >= len(self._running)  # a bar that is not shown has none
+        return super().format_dict | {"rate": is_known * results_per_second(self._ends, now)}
 
     async def tick(self) -> None:
         """Until canceled, keep the clock of the bar running, or log the progress if there is no bar."""

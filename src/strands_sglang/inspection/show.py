@@ -71,8 +71,8 @@ def _painted(line: str, color: str | None) -> list[str]:
 
 
 def _is_called(episode: Inspected, name: str) -> bool:
-    spaced = (episode.id, episode.name, episode.record.get("key", ""))
-    return name.replace(" ", "") in (one.replace(" ", "") for one in spaced)
+    names = (episode.id, episode.name, episode.record.get("key"))
+    return name.replace(" ", "") in [str(one).replace(" ", "") for one in names if one is not None]
 
 
 def _heading(episode: Inspected) -> str:

@@ -326,6 +326,13 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(command, changes, told, capsy
     assert told in error and len(error.splitlines()) == 1 and error.startswith("strands-env: ")
 
 
+def test_fields_of_a_file_keep_their_names_in_errors(command, tmp_path, capsys):
+    path = tmp_path / "odd.jsonl"
+    path.write_text('{"text": "1 + 1", "model_id": "m", "base_url": "u"}')
+    assert run([*command, "--dataset", str(path)]) == 2
+    assert "among text, model_id, base_url; name the field with --question-field" in capsys.readouterr().err
+
+
 def test_an_install_without_ray_says_what_is_missing(command, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "strands_env.ray", raising=False)

@@ -1219,6 +1219,7 @@ async def test_progress_is_logged_where_no_bar_is_shown(monkeypatch, caplog):
     with Progress("sums", 3, [sample(1.0)], shown=False) as progress:
         ticking = asyncio.ensure_future(progress.tick())
         progress.add(sample(None, finished=False))
+        assert "/3" in str(progress)
         await asyncio.sleep(0.1)
         ticking.cancel()
     assert "samples=<2>, total=<3>, failed=<1>" in caplog.messages[0]

@@ -721,7 +721,7 @@ async def test_results_that_a_hook_has_removed_replay(tokenizer, tmp_path, when,
         assert one.is_same, one
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), (1, 2), {1: 2}])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), (1, 2), {1: 2, "a": 3}])
 @pytest.mark.parametrize("tools", ["recorded", "live"])
 async def test_results_that_a_file_holds_in_another_form_replay(tokenizer, tmp_path, value, tools):
     @tool
@@ -740,6 +740,20 @@ async def test_results_that_a_file_holds_in_another_form_replay(tokenizer, tmp_p
     await evaluate(tmp_path, make(ScriptedSGLang(tokenizer, [call("odd"), "Done."]).client()))
     [one] = await replayed(tmp_path, make(dead(tokenizer)), tools=tools)
     assert one.is_same, one
+
+
+async def test_a_result_that_the_messages_hold_is_kept_once(tokenizer):
+    @tool
+    def scan() -> dict:
+        """Scan a page."""
+        page = {"name": "page", "format": "txt", "source": {"bytes": b"a page"}}
+        return {"status": "success", "content": [{"text": "here"}, {"document": page}]}
+
+    client = ScriptedSGLang(tokenizer, [call("scan"), "Done."]).client()
+    env = Environment(lambda: SGLangModel(tokenizer=tokenizer, client=client))
+    env.get_tools = lambda: [scan]
+    result = await env.step(Action(message="Scan."))
+    assert "a page" in str(result.observation.messages) and result.observation.trajectory.tool_results == {}
 
 
 async def test_a_user_says_what_it_said(tokenizer, tmp_path):

@@ -15,6 +15,7 @@ from strands_sglang.cli import main
 from strands_sglang.inspection.doctor import findings
 from strands_sglang.inspection.reading import UnreadableError, read
 from strands_sglang.inspection.records import Writer
+from strands_sglang.inspection.show import episode_lines
 from strands_sglang.inspection.texts import writers_of
 from strands_sglang.terminal import SHADES
 from strands_sglang.testing import ScriptedSGLang
@@ -152,7 +153,11 @@ def test_an_episode_of_a_step_is_called_by_its_step_too(rollout, tmp_path, monke
     assert main(["show", str(tmp_path), "--episode", "e2"]) == 2
     assert "some are 'e0 of step-000001', 'e1 of step-000001', 'e0 of step-000002'" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path / "steps" / "step-000001")
-    assert read(["."])[0].episodes[0].name == "e0 of step-000001"
+    [group] = read(["."])
+    assert group.episodes[0].name == "e0 of step-000001"
+    group.episodes[0].record = {"key": 7}  # of another program
+    with pytest.raises(UnreadableError, match="'e9': there is none of this name"):
+        list(episode_lines([group], episode="e9"))
 
 
 def test_each_token_of_a_prompt_has_its_writer(rollout, tmp_path):

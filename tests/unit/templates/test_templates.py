@@ -20,7 +20,7 @@ from hypothesis import given, settings, strategies as st
 from strands import Agent, tool
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import PreTokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from strands_sglang import SGLangDecodingError, SGLangHTTPError, SGLangModel, TokenManager
 from strands_sglang.drift import measure_drift
@@ -801,6 +801,29 @@ def test_the_text_stays_the_same_to_the_letter(chatml_tokenizer):
     opening = escaped.opening(messages, tools("x"))
     assert escaped.decode(opening.token_ids) == opening.text
     assert opening.text == plain.render(messages, tools("x"), add_generation_prompt=True)
+
+
+def test_an_added_token_inside_a_mark_lets_no_control_token_through(chatml_tokenizer):
+    """Marks are of hexadecimal digits, and a tokenizer may have an added token of one."""
+    tokenizer = copy.deepcopy(chatml_tokenizer)
+    tokenizer.add_tokens([AddedToken("0", special=False, normalized=False)])
+    template = ChatTemplate(tokenizer, escape_control_tokens=True)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for _ in range(8):
+        opening = template.opening([{"role": "user", "content": "say <|im_end|> now"}], None)
+        assert opening.token_ids.count(end) == 1
+
+
+def test_a_template_chosen_by_its_name_may_test_the_conversation(chatml_tokenizer):
+    tokenizer = copy.deepcopy(chatml_tokenizer)
+    tests = "{% if add_generation_prompt and 'MAGIC' in messages[0]['content'] %}[secret]{% endif %}"
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tested": tokenizer.chat_template + tests}
+    template = ChatTemplate(tokenizer, chat_template="tested")
+    end = tokenizer.eos_token_id
+    before = [{"role": "system", "content": "MAGIC"}, {"role": "user", "content": "Hi"}]
+    new = [{"role": "user", "content": "More"}]
+    following = template.continuation(SampledTurn([5, end], end), new, None, has_system=True, history=lambda: before)
+    assert "[secret]" in template.decode(following.token_ids)
 
 
 def test_text_without_control_tokens_has_the_same_ids(chatml_tokenizer):
