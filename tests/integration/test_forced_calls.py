@@ -76,19 +76,10 @@ def written_call(family):
     return behind[: min(stops, default=len(behind))]  # GLM's template ends a turn by the next one's token
 
 
-def vocabulary_of(tokenizer, used):
-    """The marks, the single characters, the used tokens, and each eighth of the others: an engine reads all at once."""
-    tokens, marks = [""] * len(tokenizer), tokenizer.added_tokens_decoder
-    for token, number in tokenizer.get_vocab().items():
-        if number % 8 == 0 or number in used or number in marks or len(token) == 1 or token.startswith("<0x"):
-            tokens[number] = token
-    is_byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
-    return {"vocabulary": tokens, "kind": "BYTE_LEVEL" if is_byte_level else "BYTE_FALLBACK"}
-
-
-def asked_of(family):
+def asked_of(family, folder):
     """What is forced: any tool, perhaps behind reasoning; one behind the prompt's reasoning; one without parameters."""
     parser, tokenizer, call = parser_of(family), load_tokenizer(family.name), written_call(family)
+    tokenizer.save_pretrained(folder)
     stop_ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops_of(family)]
     thought = f"{THOUGHT}{parser.think_end_token}{'<|start|>assistant' if family.name == 'gpt_oss' else ''}{call}"
     opening = parser.think_start_token + ("thought\n" if family.name == "gemma_4" else "")
@@ -103,15 +94,13 @@ def asked_of(family):
         pieces += [ids[begin : begin + 3] for ids in texts for begin in range(len(ids))]
         job = {"texts": texts, "walks": 1, "flags": flags, "names": names}
         jobs.append({**(forced_call(parser, TOOLS, choice, **flags) or {}), **job})
-    liked = {"pieces": pieces, "ends": pieces}
-    vocabulary = vocabulary_of(tokenizer, {*stop_ids, *(token for piece in pieces for token in piece)})
-    return {**vocabulary, "stop_ids": stop_ids, "seed": 0, "jobs": jobs, **liked}
+    return {"tokenizer": str(folder), "stop_ids": stop_ids, "seed": 0, "pieces": pieces, "ends": pieces, "jobs": jobs}
 
 
 @pytest.fixture(scope="module")
-def walked(sglang_python):
+def walked(sglang_python, tmp_path_factory):
     """By family, the jobs with what the grammar engine made of them; one process for all of them."""
-    asked = [asked_of(FAMILIES[name]) for name in NAMES]
+    asked = [asked_of(FAMILIES[name], tmp_path_factory.mktemp(name)) for name in NAMES]
     return dict(zip(NAMES, run_grammars(sglang_python, asked), strict=True))
 
 
@@ -691,7 +680,7 @@ REASONING = ({}, {}, {}, {"may_reason": True}, {"reasoning_open": True})
 @pytest.fixture(scope="module")
 def byte_walks(sglang_python):
     """A grammar for every format and schema that has one, with what the engine made of it."""
-    asked = {"vocabulary": None, "stop_ids": [STOP], "seed": SEED, "jobs": []}
+    asked = {"tokenizer": None, "stop_ids": [STOP], "seed": SEED, "jobs": []}
     asked |= {key: [[*text.encode()] for text in texts] for key, texts in (("pieces", PIECES), ("ends", ENDS))}
     schemas = [*SCHEMAS, *(random_schema(SEED * RANDOM_SCHEMAS + number) for number in range(RANDOM_SCHEMAS))]
     for (number, schema), (index, name) in product(enumerate(schemas), enumerate(FORMATS)):

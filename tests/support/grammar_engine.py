@@ -1,12 +1,11 @@
 """Runs grammars as SGLang does: reads jobs from standard input, writes results to standard output.
 
 This script runs with the Python of the SGLang environment, which has xgrammar; start it with `python -P`. One compiler
-with its cache compiles all grammars of a vocabulary, as in a server, so the cache is tested too. Without a vocabulary,
-it is the 256 bytes, which can spell every text; its stop token is 256.
+with its cache compiles all grammars of a tokenizer, as in a server, so the cache is tested too. Without a tokenizer,
+the vocabulary is the 256 bytes, which can spell every text; its stop token is 256.
 
-Input: a list of `{"vocabulary": tokens or None, "kind", "stop_ids", "seed", "pieces", "ends", "jobs": [...]}`. `kind`
-is a name of `xgrammar.VocabType`; an empty token is never sampled. `pieces` are token ids to spell where the grammar
-allows it, `ends` those for the end of a long text. A job has `structural_tag`,
+Input: a list of `{"tokenizer": folder or None, "stop_ids", "seed", "pieces", "ends", "jobs": [...]}`. `pieces` are
+token ids to spell where the grammar allows it, `ends` those for the end of a long text. A job has `structural_tag`,
 `texts` (token ids that the grammar must accept, each with its stop token) and `walks` (the number of texts to sample).
 
 Output: for each entry a list with one object per job: `error`, or `compile_s`, `refused` (per text None, or the
@@ -20,14 +19,19 @@ import time
 
 import numpy as np
 import xgrammar
+from transformers import PreTrainedTokenizerFast
 
 LONG, LIMIT = 250, 2500  # tokens after which a walk tries to end, and after which it gives up
 
 
-def run(vocabulary, stop_ids, seed, jobs, kind="RAW", **liked):
-    """Run the jobs of one vocabulary."""
-    tokens = vocabulary or [bytes([code]) for code in range(256)] + [b"</s>"]
-    info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType[kind], vocab_size=len(tokens), stop_token_ids=stop_ids)
+def run(tokenizer, stop_ids, seed, jobs, **liked):
+    """Run the jobs of one tokenizer."""
+    if tokenizer is None:
+        vocabulary = [bytes([code]) for code in range(256)] + [b"</s>"]
+        info = xgrammar.TokenizerInfo(vocabulary, vocab_size=len(vocabulary), stop_token_ids=stop_ids)
+    else:
+        loaded = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+        info = xgrammar.TokenizerInfo.from_huggingface(loaded, vocab_size=len(loaded), stop_token_ids=stop_ids)
     compiler = xgrammar.GrammarCompiler(info, max_threads=2)
     chance = random.Random(seed)
     answers = []
