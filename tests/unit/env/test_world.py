@@ -28,6 +28,7 @@ from strands_env.sandbox import (
     World,
     available_modes,
     layers,
+    starting,
 )
 from strands_env.sandbox.world import _unpack, write_archive
 from support.processes import running
@@ -391,7 +392,8 @@ async def test_no_path_leads_out_of_the_world(world, tmp_path):
             folder.chmod(folder.stat().st_mode | 0o755)
     for process in ("self", "1"):
         for number in range(24):
-            for way in (f"/proc/{process}/fd/{number}/{up}", f"/proc/{process}/cwd/{up}", f"/proc/{process}/root/{up}"):
+            for link in (f"fd/{number}", "cwd", "root"):
+                way = f"/proc/{process}/{link}/{up}"
                 with pytest.raises(OSError):
                     await world.read(f"{way}{secret}")
                 with contextlib.suppress(OSError):
@@ -587,6 +589,21 @@ async def test_a_cancelled_start_leaves_nothing():
             await (await starting).stop()
 
 
+async def test_a_start_that_no_one_waits_for_disturbs_no_other(monkeypatch):
+    def start(config, control, layers):
+        gone, abandoned = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        gone.close()
+        with abandoned:
+            original(config, abandoned, layers)
+        original(config, control, layers)
+
+    original = starting.STARTER.start
+    monkeypatch.setattr(starting.STARTER, "start", start)
+    for _ in range(3):
+        async with World(limits=SMALL) as world:
+            assert (await world.execute("echo here")).stdout == b"here\n"
+
+
 # --- refusals ---
 
 
@@ -613,7 +630,7 @@ async def test_programs_run_as_users_of_the_world(world):
     await world.execute(
         "echo 'agent:x:1000:1000::/home/agent:/bin/sh' >> /etc/passwd; echo 'team:x:7:agent' >> /etc/group"
     )
-    ran = await world.execute("id -u; id -G; echo $HOME; cat /root/x; touch /etc/x", user="agent")
+    ran = await world.execute("id -u; id -G; echo $HOME; cat ~root/x; touch /etc/x", user="agent")
     assert ran.stdout == b"1000\n1000 7\n/home/agent\n" and b"ermission denied" in ran.stderr
     assert (await world.execute("id -u; id -g", user="5:7")).stdout == b"5\n7\n"
     unknown = await world.execute("id", user="unknown")
