@@ -439,7 +439,7 @@ def training_view(folder: Path, now: float) -> View:
     if (has_stopped or (broken and not found)) and log.exists():
         further = f"tail -n 50 {shlex.quote(str(log))}"
     if steps:
-        if is_a(" ".join(names), "gap"):
+        if any(is_a(name, "gap") for name in names):
             ends = [*wrapped(GAP), *ends]
         taken = len(lines) + len(ends) + 2 * len(alarms) + (ROWS if missing else ROWS + 2)
         room = max(0, shutil.get_terminal_size().lines - taken)

@@ -223,9 +223,7 @@ class EpisodeHooks(HookProvider):
         """
         changed = {}
         shown = results_in(messages)
-        for use_id in self.returned if are_all else shown:
-            if use_id not in self.returned:
-                continue
+        for use_id in self.returned if are_all else [one for one in shown if one in self.returned]:
             returned = self.returned[use_id]
             with suppress(TypeError, ValueError, RecursionError):
                 if returned != shown.get(use_id, {}) or _has_nan(returned):

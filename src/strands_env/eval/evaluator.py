@@ -418,15 +418,16 @@ def _told(outage: Outage) -> str:
     return f"{told}; next dropped {when}"
 
 
-def results_per_second(ends: Iterable[float], now: float) -> float:
+def results_per_second(ends: Sequence[float], now: float) -> float:
     """Return how fast samples get a result, which tells when the others will have one; 0.0 if it is not known yet.
 
     Args:
-        ends: When samples got theirs; those of the last `WINDOW_S` seconds count.
+        ends: When the samples of the last `WINDOW_S` seconds got theirs, the first one first.
         now: The time, in seconds since 1970.
     """
-    ages = [now - at for at in ends if now - at <= WINDOW_S]
-    return (len(ages) - 1) / max(*ages, 1e-3) if len(ages) > 1 else 0.0
+    if len(ends) < 2:
+        return 0.0
+    return (len(ends) - 1) / max(now - ends[0], 1e-3)
 
 
 class Progress(tqdm):
@@ -485,8 +486,9 @@ class Progress(tqdm):
         now = time.time()
         while self._ends and now - self._ends[0] > WINDOW_S:
             self._ends.popleft()
-        is_known = self.n - getattr(self, "initial", 0) >= len(self._running)  # a bar that is not shown has none
-        return super().format_dict | {"rate": is_known * results_per_second(self._ends, now)}
+        ended = self.n - getattr(self, "initial", 0)  # a bar that is not shown has none
+        rate = 0.0 if ended < len(self._running) else results_per_second(self._ends, now)
+        return super().format_dict | {"rate": rate}
 
     async def tick(self) -> None:
         """Until canceled, keep the clock of the bar running, or log the progress if there is no bar."""

@@ -126,7 +126,10 @@ class Recording:
             self.differ(what)
 
     def _next_of(self, agent: str | None) -> list[Turn]:
-        """Return the turns that an agent may ask next: the next one of its own, or the first ones of those not seen."""
+        """Return the recorded turns that an agent may ask next.
+
+        A known agent asks its own next turn; a new one may ask the first turn of any recorded agent that has not asked.
+        """
         known = self._agents
         may_be = {known[agent]} if agent in known else {one.agent for one in self._waiting} - {*known.values()}
         own = [one for one in self._waiting if one.agent in may_be]

@@ -110,7 +110,8 @@ def _outlined(entries: list[dict[str, Any]], name: str) -> None:
     if start < MOST_SHARED or len(known) < 2:
         start = 0
     for entry, line in zip(entries, lines, strict=True):
-        entry[name] = "…" * bool(start and line) + line[start : start + MOST_SHOWN]
+        mark = "…" if start and line else ""
+        entry[name] = mark + line[start : start + MOST_SHOWN]
 
 
 class _Page:

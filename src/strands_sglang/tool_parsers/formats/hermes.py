@@ -38,20 +38,23 @@ class JSONObject:
     def read(self, turn: MarkedText, start: Mark) -> CallSpan:
         """Read a call."""
         text, begin = turn.text, skip_space(turn.text, start.end)
-        found = _NAME_IN_BROKEN_JSON.search(text, start.end, start.end + _NAME_SEARCHED)
-        name = found and found.group(1)
+
+        def broken(position: int, problem: str) -> BrokenCallError:
+            name = _NAME_IN_BROKEN_JSON.search(text, start.end, start.end + _NAME_SEARCHED)
+            return BrokenCallError(position, problem, name and name.group(1))
+
         if not text.startswith("{", begin):
-            raise BrokenCallError(begin, f"expected a JSON object after {text[start.start : start.end]}", name)
+            raise broken(begin, f"expected a JSON object after {text[start.start : start.end]}")
         try:
             decoded = decode_json(text, begin)
         except InvalidValueError as error:
             problem = f"the call is not valid JSON: {error} (character {error.position - start.end})"
-            raise BrokenCallError(error.position, problem, name) from None
+            raise broken(error.position, problem) from None
         end = skip_space(text, decoded.end)
         close = turn.mark_at(MarkKind.CALL_END, end)
         if close is None:
             follows = "the turn ends" if end == len(text) else "other text follows"
-            raise BrokenCallError(end, f"expected {turn.call_end} after the JSON, but {follows}", name)
+            raise broken(end, f"expected {turn.call_end} after the JSON, but {follows}")
         call = call_from_json(decoded)
         return CallSpan(close.end, True, (call.result(text[start.end : close.start]),))
 
