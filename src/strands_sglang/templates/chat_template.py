@@ -7,7 +7,7 @@ the sentinel is the continuation (`text_after_turn`). Sampled tokens are never d
 the method is checked against full renders of probe conversations (`prove`). If it cannot be proven,
 `UnprovenContinuationError` is raised, and the caller starts a new sequence from a full render instead. A template may
 also write something else because of a word in the system prompt, or of the number of messages: at the first
-continuation, probes say what the template tests for (`reads_history`). If that matters, the conversation itself takes
+continuation, probes say what the template tests for (`needs_history`). If that matters, the conversation itself takes
 the place of the stand-in.
 
 All knowledge about a template comes from rendering small conversations with it. Templates differ in where they look for
@@ -221,7 +221,7 @@ class ChatTemplate:
             self.identity["control tokens"] = "escaped"
         self._rewrites: dict[tuple[bool, Reasoning], bool] = {}
         self._proofs: dict[tuple[str, bool, bool], Proof] = {}
-        self._reads_history: dict[tuple[str, bool, bool], bool] = {}
+        self._histories_needed: dict[tuple[str, bool, bool], bool] = {}
         self._shapes = Shapes(self)
         self._openings: dict[Any, Prompt] = {}
         self._lock = threading.Lock()
@@ -252,9 +252,9 @@ class ChatTemplate:
     def _needs_history(self, case: str, has_system: bool, has_tools: bool) -> bool:
         """Whether a continuation has to be rendered with the conversation before it: found at the first one."""
         key = ("user turn" if case == "cut turn" else case, has_system, has_tools)
-        if key not in self._reads_history:
-            self._reads_history[key] = reads_history(self, *key)
-        return self._reads_history[key]
+        if key not in self._histories_needed:
+            self._histories_needed[key] = needs_history(self, *key)
+        return self._histories_needed[key]
 
     @cached_property
     def tested_texts(self) -> dict[str, int]:
@@ -964,12 +964,12 @@ class Proof:
     Attributes:
         reason: Why it is not proven; None if it is.
         needs_tool_step: Whether the stand-in needs a tool step before the turn if the conversation has one.
-        reads_history: Whether no stand-in will do, because the text depends on the conversation's length.
+        depends_on_length: Whether no stand-in will do, because the text depends on the conversation's length.
     """
 
     reason: str | None
     needs_tool_step: bool = False
-    reads_history: bool = False
+    depends_on_length: bool = False
 
 
 def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: bool) -> Proof:
@@ -1003,8 +1003,8 @@ def prove(template: ChatTemplate, case: str, *, has_system: bool, has_tools: boo
         if count and references[0] == plain and references[1] != plain:
             stand_in = before_turn(shown, new, has_system=has_system, after_tool_step=True)
             later = text_after_turn(template, stand_in, new, tools)
-        reads_history = references != [plain, later, later]
-        return Proof(None, needs_tool_step=later != plain, reads_history=reads_history)
+        depends_on_length = references != [plain, later, later]
+        return Proof(None, needs_tool_step=later != plain, depends_on_length=depends_on_length)
     except (UnprovenContinuationError, ChatTemplateError) as error:
         return Proof(str(error))
 
@@ -1029,7 +1029,7 @@ def _probe(
     return [*before, assistant_turn(calls, answer)]
 
 
-def reads_history(template: ChatTemplate, case: str, has_system: bool, has_tools: bool) -> bool:
+def needs_history(template: ChatTemplate, case: str, has_system: bool, has_tools: bool) -> bool:
     """Whether the text after a turn depends on what the conversation before it says, or on its length.
 
     Conversations that say what the template tests for are rendered in full, and their text after the turn compared
@@ -1037,7 +1037,7 @@ def reads_history(template: ChatTemplate, case: str, has_system: bool, has_tools
     The arguments are those of `prove`.
     """
     proof = prove(template, case, has_system=has_system, has_tools=has_tools)
-    if proof.reads_history or not template.tested_texts:
+    if proof.depends_on_length or not template.tested_texts:
         return True
     tools = ChatTools([PROBE_TOOL]) if has_tools else None
     shown, new = _what_follows(template, case)
