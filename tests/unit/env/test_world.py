@@ -484,7 +484,7 @@ async def test_a_world_may_be_stopped_while_its_snapshot_is_taken(world, keep_pr
 async def test_a_snapshot_that_the_kernel_could_not_mount_is_refused_and_the_world_goes_on(world, monkeypatch):
     monkeypatch.setattr("strands_env.sandbox.world.OPTIONS_BYTES", 30)
     await world.snapshot()
-    await world.execute("(sleep 1000 &); echo kept > /tmp/file")
+    await world.execute("(sleep 1000 &); echo kept > /tmp/file; until grep -qs sleep /proc/[0-9]*/comm; do :; done")
     with pytest.raises(SandboxError, match="does not mount 3 layers"):
         await world.snapshot()
     assert (await world.execute("cat /tmp/file; grep -h sleep /proc/[0-9]*/comm")).stdout == b"kept\nsleep\n"
