@@ -296,6 +296,8 @@ def test_versions_are_per_token_and_stale_episodes_stay_out():
     assert rows.left_out == {"2": Reason("too_old", detail=("2",))}
     assert [row.episode_version for row in rows] == [3, 4]
     assert rows[0].versions == [None, None, "3", "3", None, None, "4", "4"]
+    named = training_rows([Episode(versioned("3", "main"), 1.0, "g", "a"), *episodes[:1]])
+    assert [row.episode_version for row in named] == [None, 3]
     with pytest.raises(ValueError, match="needs integers as weight versions, but tokens of episode a have 'main'"):
         training_rows([Episode(versioned("main"), 1.0, "g", "a"), *batch(0.0)], version=1, max_staleness=0)
     with pytest.raises(ValueError, match="but tokens of episode a have 'main', none$"):

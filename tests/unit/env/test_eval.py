@@ -1150,14 +1150,15 @@ async def test_results_with_any_value_are_written(tmp_path):
     assert path.read_bytes().count(b"\n") == 1
 
 
-async def test_run_stops_after_consecutive_failures(tmp_path):
+@pytest.mark.parametrize("most", [1, 3])
+async def test_run_stops_after_consecutive_failures(tmp_path, most):
     down = step_result(None, reason=TerminationReason.INFRASTRUCTURE_ERROR, error="no server")
     stub = StubEnvironment(lambda action: down)
-    run = evaluator(stub, max_concurrency=1, stop_after_failures=3, output_path=tmp_path / "r.jsonl")
-    with pytest.raises(EvaluationStoppedError, match="3 samples in a row failed.*infrastructure_error: no server"):
+    run = evaluator(stub, max_concurrency=1, stop_after_failures=most, output_path=tmp_path / "r.jsonl")
+    with pytest.raises(EvaluationStoppedError, match=f"{most} samples in a row failed.*: no server"):
         await run.run(tasks(50))
-    assert len(stub.episodes) == 3
-    assert len(lines(tmp_path / "r.failures.jsonl")) == 3
+    assert len(stub.episodes) == most
+    assert len(lines(tmp_path / "r.failures.jsonl")) == most
 
 
 async def test_read_results_includes_remaining_failures(tmp_path):

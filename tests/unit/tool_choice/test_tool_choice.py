@@ -183,6 +183,7 @@ def words(pattern, **others):
         {"type": "string", "minLength": 20000},
         {"type": "string", "minLength": 3, "maxLength": 2},
         {"type": "string", "maxLength": -1},
+        {"type": "integer", "minimum": 10**40},
         {"type": "array", "minItems": 1000},
         {"type": "array", "items": False, "minItems": 1},
         {"type": "array", "items": [{"type": "integer"}]},
