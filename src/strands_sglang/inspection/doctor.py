@@ -8,10 +8,9 @@ of them, or an end that no one should train on. What a file cannot tell is not g
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from ..shown import counted, visible
-from .records import Finding, Group, count_tokens, turns_of
+from .records import Finding, Group, count_tokens, turns_of, within
 
 FLAT = "flat-group"
 
@@ -85,32 +84,32 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
                 check_sample(group, episode),
                 check_record(group, episode),
             ):
-                for facts in _guarded(check):
-                    file = group.file if facts.get("sequence") is not None else episode.file
-                    own.append(Finding(**{"file": file, "group": group.id, "episode": episode.id, **facts}))
+                for one in _guarded(check):
+                    file = episode.file if one.sequence is None else group.file
+                    own.append(one.inside(file=file, group=group.id, episode=episode.id))
             if not own and episode.trajectory.is_changed:
                 own.append(Finding("changed", _CHANGED, episode.file, group.id, episode.id))
             found += own
         for check in (check_repeated(group), check_prompts(group), check_rewards(group)):
-            for facts in _guarded(check):
-                is_own = group.kind == "trajectory" or facts.get("turn") is not None
-                file = files.get(str(facts.get("episode")), group.file) if is_own else group.file
-                found.append(Finding(**{"file": file, "group": group.id, **facts}))
+            for one in _guarded(check):
+                is_own = group.kind == "trajectory" or one.turn is not None
+                file = files.get(str(one.episode), group.file) if is_own else group.file
+                found.append(one.inside(file=file, group=group.id))
     for file, batch in steps.items():
         for check in (check_openings(batch), check_step(batch)):
-            found += [Finding(**{"file": file, **facts}) for facts in _guarded(check)]
+            found += within(_guarded(check), file=file)
         rows = batch[0].batch
         if rows is not None and rows.is_changed and all(one.file != file for one in found):
             found.append(Finding("changed", _CHANGED, file))
     return _bounded(dict.fromkeys(found))
 
 
-def _guarded(check: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def _guarded(check: Iterator[Finding]) -> Iterator[Finding]:
     """Yield the findings of a check; that it cannot read a damaged value is one, too."""
     try:
         yield from check
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        yield {"kind": "structure", "why": f"a value has a wrong form: {type(error).__name__}: {str(error)[:200]}"}
+        yield Finding("structure", f"a value has a wrong form: {type(error).__name__}: {str(error)[:200]}")
 
 
 def _bounded(found: Iterable[Finding]) -> list[Finding]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import chain
 from pathlib import Path
@@ -302,13 +302,17 @@ class Finding:
 
     kind: str
     why: str
-    file: str
+    file: str = ""
     group: str | None = None
     episode: str | None = None
     turn: int | None = None
     sequence: int | None = None
     token: int | None = None
     count: int = 0
+
+    def inside(self, **place: Any) -> Finding:
+        """Return it with the parts of its place that it does not tell itself."""
+        return replace(self, **{name: value for name, value in place.items() if getattr(self, name) in (None, "")})
 
     @property
     def where(self) -> str:
@@ -323,3 +327,14 @@ class Finding:
         if self.token is not None and self.count > 1:
             places[-1] += f" to {self.token + self.count - 1}"
         return ", ".join(places)
+
+
+def stretch(positions: NDArray[Any]) -> dict[str, Any]:
+    """Return the tokens from the first to the last of some positions, as a part of a finding's place."""
+    return {"token": int(positions[0]), "count": int(positions[-1] - positions[0]) + 1}
+
+
+def within(found: Iterable[Finding], **place: Any) -> Iterator[Finding]:
+    """Yield findings with the parts of their place that they do not tell themselves."""
+    for finding in found:
+        yield finding.inside(**place)

@@ -22,6 +22,17 @@ def joined(ids: Iterable[int], vocabulary: Mapping[int, bytes]) -> str | None:
     return None if None in pieces else b"".join(pieces).decode("utf-8", "replace")  # type: ignore[arg-type]
 
 
+def first_other(ids: Sequence[int], vocabulary: Mapping[int, bytes], recorded: str) -> int:
+    """Return the position of the first token that is not that of a text; the last one if the text goes on."""
+    wanted, length = recorded.encode("utf-8", "replace"), 0
+    for at, token_id in enumerate(ids):
+        piece = vocabulary[token_id]
+        if wanted[length : length + len(piece)] != piece:
+            return at
+        length += len(piece)
+    return max(len(ids) - 1, 0)
+
+
 def writers_of(turn: Turn, vocabulary: Mapping[int, bytes]) -> Any:
     """Return the `Writer` of each token of a turn: what was said is searched in the prompt, the rest is the template's.
 

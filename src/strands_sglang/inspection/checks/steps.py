@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -12,10 +12,9 @@ import numpy as np
 from ...credit import TrainingRow, TrainingRows, training_rows, version_number
 from ...shown import counted
 from ...trajectory.turn import TurnStatus
-from ..records import Group, Inspected, TokenSequence
+from ..records import Finding, Group, Inspected, TokenSequence, stretch, within
 from ..texts import joined
 from .credit import close, whose
-from .turns import Facts
 
 ALMOST_ALL = 0.9
 """Share of tokens that must fit their neighbors' places for a column to count as shifted."""
@@ -30,39 +29,46 @@ _BASELINES = [
 """Settings of files that do not name theirs."""
 
 
-def check_step(groups: Sequence[Group]) -> Iterator[Facts]:
+def check_step(groups: Sequence[Group]) -> Iterator[Finding]:
     """Check all groups of a training step."""
     batch = groups[0].batch
     assert batch is not None
     for name in groups[0].strays:
         why = f"trajectories/{name}.safetensors belongs to no episode of the batch"
-        yield {"kind": "left-out", "why": why, "group": None}
+        yield Finding("left-out", why)
     for name in batch.left_out if batch.episodes else ():
         if name not in batch.episodes:
-            yield {"kind": "left-out", "why": f"episode {name} is left out, but was not in the batch", "group": None}
+            yield Finding("left-out", f"episode {name} is left out, but was not in the batch")
     for group in groups:
         for episode in group.episodes:
             rows = [one for one in enumerate(episode.sequences) if one[1].row is not None]
             if episode.left_out is not None and rows:
                 why = f"it is said to be left out ({episode.left_out}), but has {len(rows)} rows"
-                yield {"kind": "left-out", "why": why, "group": group.id, "episode": episode.id}
+                yield Finding("left-out", why, group=group.id, episode=episode.id)
             for number, sequence in rows:
-                for facts in _alone(sequence, batch):
-                    yield {"group": group.id, "episode": episode.id, "sequence": number, **facts}
+                yield from _placed(_alone(sequence, batch), (number, sequence), group=group.id, episode=episode.id)
     try:
         expected = _expected(groups, batch)
     except ValueError as error:
-        yield {"kind": "structure", "why": f"its rows cannot be made again: {error}", "group": None}
+        yield Finding("structure", f"its rows cannot be made again: {error}")
         return
     wanted: dict[str, list[TrainingRow]] = {}
     for row in expected:
         wanted.setdefault(row.episode, []).append(row)
     for group in groups:
         if group.key in batch.flat_groups and any(_has_advantage(one) for one in group.episodes):
-            yield {"kind": "advantage", "why": "it counts as flat, but has advantages", "group": group.id}
+            yield Finding("advantage", "it counts as flat, but has advantages", group=group.id)
         for episode in group.episodes:
-            for facts in _episode(group, episode, batch, expected, wanted.get(episode.id, [])):
-                yield {"group": group.id, "episode": episode.id, **facts}
+            own = _episode(group, episode, batch, expected, wanted.get(episode.id, []))
+            yield from within(own, group=group.id, episode=episode.id)
+
+
+def _placed(found: Iterable[Finding], row: tuple[int, TokenSequence], **place: Any) -> Iterator[Finding]:
+    """Yield what is found in a row, a numbered sequence, with the turns of the tokens."""
+    number, sequence = row
+    for finding in found:
+        step = None if finding.token is None else sequence.at(finding.token)
+        yield finding.inside(sequence=number, turn=None if step is None else step.turn.index, **place)
 
 
 def _expected(groups: Sequence[Group], batch: TrainingRows) -> TrainingRows:
@@ -91,13 +97,13 @@ def _has_advantage(episode: Inspected) -> bool:
 # --- a row by itself ---
 
 
-def _alone(sequence: TokenSequence, batch: TrainingRows) -> Iterator[Facts]:
+def _alone(sequence: TokenSequence, batch: TrainingRows) -> Iterator[Finding]:
     row, mask = sequence.row, sequence.mask
     assert row is not None
     if row.loss_weight is not None and not 0 < row.loss_weight < math.inf:
-        yield {"kind": "weight", "why": f"its weight {row.loss_weight:g} is not a number above 0"}
+        yield Finding("weight", f"its weight {row.loss_weight:g} is not a number above 0")
     if not np.isfinite(row.advantages).all():
-        yield {"kind": "advantage", "why": "an advantage is not finite"}
+        yield Finding("advantage", "an advantage is not finite")
     for kind, name, values in (
         ("advantage", "an advantage", np.asarray(row.advantages)),
         ("version", "a version of the weights", np.asarray([version is not None for version in row.versions])),
@@ -105,12 +111,12 @@ def _alone(sequence: TokenSequence, batch: TrainingRows) -> Iterator[Facts]:
         stray = np.flatnonzero((mask == 0) & (values != 0.0))
         if len(stray):
             why = f"it is not trained, but has {name}"
-            yield {"kind": kind, "why": why, "token": int(stray[0]), "count": len(stray)}
+            yield Finding(kind, why, **stretch(stray))
     newest = batch.settings.get("version")
     numbers = [number for name in set(row.versions) if (number := version_number(name)) is not None]
     if newest is not None and max(numbers, default=newest) > newest:
         why = f"its tokens of version {max(numbers)} are newer than the weights to be updated, version {newest}"
-        yield {"kind": "version", "why": why}
+        yield Finding("version", why)
 
 
 # --- the rows of an episode ---
@@ -118,7 +124,7 @@ def _alone(sequence: TokenSequence, batch: TrainingRows) -> Iterator[Facts]:
 
 def _episode(
     group: Group, episode: Inspected, batch: TrainingRows, expected: TrainingRows, wanted: Sequence[TrainingRow]
-) -> Iterator[Facts]:
+) -> Iterator[Finding]:
     if not episode.in_batch:
         return
     name, given, reason = episode.id, episode.left_out, expected.left_out.get(episode.id)
@@ -127,42 +133,37 @@ def _episode(
     if not episode.has_trajectory:
         is_judged = False
     if given is not None and is_judged and (reason is None or reason.kind != given.kind):
-        yield {
-            "kind": "left-out",
-            "why": f"it is left out for a wrong reason ({given}): {reason or 'it can be trained'}",
-        }
+        yield Finding("left-out", f"it is left out for a wrong reason ({given}): {reason or 'it can be trained'}")
     if given is None and reason is not None and episode.has_trajectory:
-        yield {"kind": "left-out", "why": f"it has {len(numbered)} rows, but is to be left out: {reason}"}
+        yield Finding("left-out", f"it has {len(numbered)} rows, but is to be left out: {reason}")
     if given is None and reason is None and not numbered:
-        yield {"kind": "left-out", "why": "it has no row, and nothing says why it is left out"}
+        yield Finding("left-out", "it has no row, and nothing says why it is left out")
     if name in batch.rewards and name in expected.rewards and not close(batch.rewards[name], expected.rewards[name]):
         why = f"its reward is {expected.rewards[name]:g}, but counts as {batch.rewards[name]:g}"
-        yield {"kind": whose(group, episode, batch.rewards[name]), "why": why}
+        yield Finding(whose(group, episode, batch.rewards[name]), why)
     if given is None and name in expected.advantages and not _agree(expected, batch, name):
-        yield {"kind": "advantage", "why": "its advantages by turn do not follow from the rewards of its group"}
+        yield Finding("advantage", "its advantages by turn do not follow from the rewards of its group")
     if not wanted:
         return
     for number, sequence in numbered:
-        for facts in _advantages(group, episode, sequence, expected):
-            yield {"sequence": number, **facts}
+        yield from _placed(_advantages(group, episode, sequence, expected), (number, sequence))
     if not episode.has_trajectory:
         return
     by_spans = {_key(row): row for row in wanted}
     for number, sequence in numbered:
         assert sequence.row is not None
         want = by_spans.pop(_key(sequence.row), None)
-        for facts in _row(group, sequence, want):
-            yield {"sequence": number, **facts}
+        yield from _placed(_row(group, sequence, want), (number, sequence))
     for row in by_spans.values() if numbered else ():
         why = f"a sequence of its trajectory trains {row.trained} tokens, but is not a row"
-        yield {"kind": "not-trained", "why": why, "turn": row.spans[-1].turn}
+        yield Finding("not-trained", why, turn=row.spans[-1].turn)
 
 
 def _key(row: TrainingRow) -> tuple[tuple[int, int, int], ...]:
     return tuple(span[:3] for span in row.spans)
 
 
-def _advantages(group: Group, episode: Inspected, sequence: TokenSequence, expected: TrainingRows) -> Iterator[Facts]:
+def _advantages(group: Group, episode: Inspected, sequence: TokenSequence, expected: TrainingRows) -> Iterator[Finding]:
     row = sequence.row
     assert row is not None
     known = expected.advantages[episode.id]
@@ -173,25 +174,25 @@ def _advantages(group: Group, episode: Inspected, sequence: TokenSequence, expec
             value, wanted = row.advantages[step.sampled + position], known.get(step.turn.index)
             if wanted is None or close(value, wanted):
                 continue
-            at = {"turn": step.turn.index, "token": step.sampled + position, "count": 1}
             siblings = [one for one in group.episodes if one is not episode and one.id in expected.advantages]
             own = next((one for one in siblings if close([*expected.advantages[one.id].values()][-1], value)), None)
             if own is not None:
                 why = f"its advantage {value:g} is that of episode {own.id}; {wanted:g} follows from its own reward"
-                yield {"kind": "reward-sibling", "why": why, **at}
+                kind = "reward-sibling"
             else:
                 why = f"its advantage is {value:g}, but {wanted:g} follows from the rewards of its group"
-                yield {"kind": "advantage", "why": why, **at}
+                kind = "advantage"
+            yield Finding(kind, why, token=step.sampled + position, count=1)
             return
 
 
-def _row(group: Group, sequence: TokenSequence, want: TrainingRow | None) -> Iterator[Facts]:
+def _row(group: Group, sequence: TokenSequence, want: TrainingRow | None) -> Iterator[Finding]:
     """Compare a row with the one that the turns give; None if they give none with its turns."""
     row = sequence.row
     assert row is not None
     if any(step.turn.trajectory is None for step in sequence.steps):
         turns = [span.turn for span in row.spans]
-        yield {"kind": "structure", "why": f"its turns {turns} do not form a sequence of the trajectory"}
+        yield Finding("structure", f"its turns {turns} do not form a sequence of the trajectory")
         return
     mask = np.zeros(len(sequence), np.uint8) if want is None else np.asarray(want.loss_mask, np.uint8)
     yield from _ids(group, sequence, row)
@@ -206,47 +207,36 @@ def _row(group: Group, sequence: TokenSequence, want: TrainingRow | None) -> Ite
         if given.finish_reason != span.finish_reason:
             kind = "cut-complete" if given.finish_reason == "stop" else "changed"
             told = f"{given.finish_reason!r}, and its turn with {span.finish_reason!r}"
-            yield {"kind": kind, "why": f"the row says that its answer ended with {told}", "turn": step.turn.index}
+            yield Finding(kind, f"the row says that its answer ended with {told}", turn=step.turn.index)
     for name in ("prompt_length", "episode_trained", "episode_version"):
         value, wanted = getattr(row, name), getattr(want, name)
         if value != wanted:
             kind = "version" if name == "episode_version" else "weight"
-            yield {"kind": kind, "why": f"its {name} is {value}, but {wanted} by its trajectory"}
+            yield Finding(kind, f"its {name} is {value}, but {wanted} by its trajectory")
 
 
-def _turn_at(sequence: TokenSequence, position: int) -> int | None:
-    step = sequence.at(position)
-    return None if step is None else step.turn.index
-
-
-def _ids(group: Group, sequence: TokenSequence, row: TrainingRow) -> Iterator[Facts]:
+def _ids(group: Group, sequence: TokenSequence, row: TrainingRow) -> Iterator[Finding]:
     ids, given = sequence.column("ids"), np.asarray(row.token_ids)
     different = np.flatnonzero(ids != given)
     if not len(different):
         return
     first, last = int(different[0]), int(different[-1])
     own, text = joined(ids.tolist(), group.vocabulary), joined(row.token_ids, group.vocabulary)
-    at = {"turn": _turn_at(sequence, first), "token": first, "count": last - first + 1}
+    why = f"{counted(len(different), 'token')} not as in the trajectory"
+    kind = "ids" if own is None else "id-text"
     if text is not None and text == own:
-        yield {"kind": _edge(sequence, first, last), "why": "its text is that of the turns, in other tokens", **at}
-    else:
-        kind = "ids" if own is None else "id-text"
-        yield {"kind": kind, "why": f"{counted(len(different), 'token')} not as in the trajectory", **at}
+        why = "its text is that of the turns, in other tokens"
+        is_inside = any(step.sampled <= first and last < step.stop for step in sequence.steps)
+        kind = "drift" if is_inside else "re-rendered"
+    yield Finding(kind, why, **stretch(different))
 
 
-def _edge(sequence: TokenSequence, first: int, last: int) -> str:
-    """Return the kind of a stretch with the same text in other tokens: inside sampled text, or across its edge."""
-    is_inside = any(step.sampled <= first and last < step.stop for step in sequence.steps)
-    return "drift" if is_inside else "re-rendered"
-
-
-def _mask(sequence: TokenSequence, wanted: Any) -> Iterator[Facts]:
+def _mask(sequence: TokenSequence, wanted: Any) -> Iterator[Finding]:
     is_sampled = sequence.is_sampled()
     for position in np.flatnonzero((sequence.mask > 0) & (wanted == 0)).tolist():
         step = sequence.at(position)
         assert step is not None
         turn = step.turn
-        at = {"turn": turn.index, "token": position, "count": 1}
         excluded = {
             "constrained": turn.constrained,
             "discarded": turn.status is TurnStatus.DISCARDED,
@@ -254,19 +244,19 @@ def _mask(sequence: TokenSequence, wanted: Any) -> Iterator[Facts]:
         }
         told = " and ".join(word for word, holds in excluded.items() if holds)
         if not is_sampled[position]:
+            kind = "mask-not-sampled"
             why = "it is part of a prompt, which the model did not sample, so its mask should be 0"
-            yield {"kind": "mask-not-sampled", "why": why, **at}
         elif told:
-            yield {"kind": "mask-off-policy", "why": f"its answer is {told}", **at}
+            kind, why = "mask-off-policy", f"its answer is {told}"
         else:
-            yield {"kind": "trained-twice", "why": "the first sequence with this token trains it", **at}
+            kind, why = "trained-twice", "the first sequence with this token trains it"
+        yield Finding(kind, why, token=position, count=1)
     for position in np.flatnonzero((sequence.mask == 0) & (wanted > 0)).tolist():
-        at = {"turn": _turn_at(sequence, position), "token": position, "count": 1}
         why = "the model sampled it, and it is neither constrained nor auxiliary nor discarded nor trained elsewhere"
-        yield {"kind": "not-trained", "why": why, **at}
+        yield Finding("not-trained", why, token=position, count=1)
 
 
-def _logprobs(sequence: TokenSequence, row: TrainingRow, mask: Any) -> Iterator[Facts]:
+def _logprobs(sequence: TokenSequence, row: TrainingRow, mask: Any) -> Iterator[Finding]:
     given = np.asarray(row.logprobs)
     # Under truncated sampling, a trainer may take the logprobs among the ids that were kept.
     columns = [sequence.column(name) for name in ("logprobs", "sampling_logprobs")]
@@ -277,16 +267,15 @@ def _logprobs(sequence: TokenSequence, row: TrainingRow, mask: Any) -> Iterator[
     different = np.flatnonzero(is_judged & (given != expected) & ~(np.isnan(given) & np.isnan(expected)))
     if not len(different):
         return
-    first, last = int(different[0]), int(different[-1])
-    at = {"turn": _turn_at(sequence, first), "token": first, "count": last - first + 1}
+    first = int(different[0])
     where = shifted(given, turns, different[mask[different] > 0])
     if where is not None:
         why = f"the logprobs from here are those of the token {where} each: shifted by one"
-        yield {"kind": "logprobs-shifted", "why": why, **at}
+        yield Finding("logprobs-shifted", why, **stretch(different))
         return
     told = counted(len(different), "logprob")
     why = f"{told} not as in the trajectory: {given[first]:g} instead of {expected[first]:g}"
-    yield {"kind": "logprobs", "why": why, **at}
+    yield Finding("logprobs", why, **stretch(different))
 
 
 def shifted(given: Any, known: Any, positions: Any) -> str | None:
@@ -301,7 +290,7 @@ def shifted(given: Any, known: Any, positions: Any) -> str | None:
     return None
 
 
-def _versions(sequence: TokenSequence, row: TrainingRow, want: TrainingRow, mask: Any) -> Iterator[Facts]:
+def _versions(sequence: TokenSequence, row: TrainingRow, want: TrainingRow, mask: Any) -> Iterator[Finding]:
     told: set[str] = set()
     for position in np.flatnonzero((sequence.mask > 0) & (mask > 0)).tolist():
         given, wanted = row.versions[position], want.versions[position]
@@ -315,26 +304,25 @@ def _versions(sequence: TokenSequence, row: TrainingRow, want: TrainingRow, mask
             kind = "version-missing"
         if kind not in told:
             told.add(kind)
-            at = {"turn": _turn_at(sequence, position), "token": position, "count": 1}
-            yield {"kind": kind, "why": f"its version is {given!r}, and the trajectory's {wanted!r}", **at}
+            yield Finding(kind, f"its version is {given!r}, and the trajectory's {wanted!r}", token=position, count=1)
 
 
 # --- the trainer's own logprobs ---
 
 
-def _trainer(group: Group, sequence: TokenSequence, row: TrainingRow, mask: Any) -> Iterator[Facts]:
+def _trainer(group: Group, sequence: TokenSequence, row: TrainingRow, mask: Any) -> Iterator[Finding]:
     own, known = np.asarray(row.trainer_logprobs), sequence.column("logprobs")
     trained = np.flatnonzero((mask > 0) & (sequence.mask > 0) & ~np.isnan(known))
     if len(trained) >= 4 and not own[trained].any() and known[trained].any():
         why = "the trainer's own logprobs of all trained tokens are 0, though the sampler's are not"
-        yield {"kind": "logprobs", "why": why, "token": int(trained[0]), "count": len(trained)}
+        yield Finding("logprobs", why, **stretch(trained))
         return
     # What older weights sampled may differ by any amount.
     newest = max((one.episode_version or 0 for one in group.batch or ()), default=0)
     is_old = np.asarray([(version_number(version) or 0) < newest for version in row.versions])
     for step in sequence.steps:
         inside = trained[(trained >= step.sampled) & (trained < step.stop) & ~is_old[trained]]
-        yield from ({"turn": step.turn.index, **one} for one in _distance(own, known, inside))
+        yield from _distance(own, known, inside)
     bad = np.flatnonzero((sequence.mask > 0) & (~np.isfinite(own) | (own > 1e-3)))
     stray = np.flatnonzero((sequence.mask == 0) & (mask == 0) & (own != 0.0))
     for positions, why in (
@@ -342,23 +330,20 @@ def _trainer(group: Group, sequence: TokenSequence, row: TrainingRow, mask: Any)
         (stray, "it is not trained, but has the logprob {:g} by the trainer"),
     ):
         if len(positions):
-            at = int(positions[0])
-            place = {"turn": _turn_at(sequence, at), "token": at, "count": 1}
-            yield {"kind": "logprobs", "why": why.format(own[at]), **place}
+            yield Finding("logprobs", why.format(own[positions[0]]), **stretch(positions[:1]))
 
 
-def _distance(own: Any, known: Any, trained: Any) -> Iterator[Facts]:
+def _distance(own: Any, known: Any, trained: Any) -> Iterator[Finding]:
     """Compare the trainer's logprobs of an answer with the sampler's."""
     apart = float(np.abs(own[trained] - known[trained]).mean()) if len(trained) >= 4 else 0.0
     if not apart > FAR:
         return
-    at: Mapping[str, Any] = {"token": int(trained[0]), "count": len(trained)}
     for step, where in ((-1, "before"), (1, "after")):
         inside = trained[np.isin(trained + step, trained)]
         if len(inside) >= 3 and np.abs(own[inside] - known[inside + step]).mean() < 0.2 * apart:
             why = f"the trainer's own logprobs fit the token {where} each: they are shifted by one"
-            yield {"kind": "logprobs-shifted", "why": why, **at}
+            yield Finding("logprobs-shifted", why, **stretch(trained))
             return
     if len(trained) >= 8:
         why = f"the trainer's own logprobs are {apart:.2f} nats from the sampler's: of other tokens or temperature"
-        yield {"kind": "logprobs", "why": why, **at}
+        yield Finding("logprobs", why, **stretch(trained))

@@ -14,22 +14,19 @@ from ...outcomes import TerminationReason
 from ...reasons import Reason
 from ...shown import counted, first_difference
 from ...trajectory.turn import Turn, TurnStatus
-from ..records import Group, Inspected, turns_of
-from ..texts import joined
-
-Facts = dict[str, Any]
+from ..records import Finding, Group, Inspected, stretch, turns_of, within
+from ..texts import first_other, joined
 
 
-def check_turns(group: Group, episode: Inspected) -> Iterator[Facts]:
+def check_turns(group: Group, episode: Inspected) -> Iterator[Finding]:
     """Check every turn of an episode."""
     for kind, why in episode.problems:
-        yield {"kind": kind, "why": why}
+        yield Finding(kind, why)
     pieces = episode.trajectory.pieces or group.vocabulary
     widths = [width for turn in episode.turns if turn.generation and (width := turn.generation.routed_width)]
     for turn in episode.turns:
         for check in (_tokens(turn, pieces, group), _experts(turn, widths), _status(turn)):
-            for facts in check:
-                yield {"turn": turn.index, **facts}
+            yield from within(check, turn=turn.index)
     yield from _versions(group, episode)
     yield from _places(episode)
     yield from _by_tokens(group, episode)
@@ -39,39 +36,29 @@ def check_turns(group: Group, episode: Inspected) -> Iterator[Facts]:
 # --- tokens ---
 
 
-def _tokens(turn: Turn, pieces: Mapping[int, bytes], group: Group) -> Iterator[Facts]:
+def _tokens(turn: Turn, pieces: Mapping[int, bytes], group: Group) -> Iterator[Finding]:
     ids = turn.output_ids.tolist()
     if turn.text is not None and pieces:
         text = joined(ids, pieces)
         if text is None:
             unknown = next(at for at, token_id in enumerate(ids) if token_id not in pieces)
             why = f"the file has no text for the sampled id {ids[unknown]}"
-            yield {"kind": "id-text", "why": why, "token": unknown, "count": 1}
+            yield Finding("id-text", why, token=unknown, count=1)
         elif not _same(text, turn.text):
-            at = _first_difference(ids, pieces, turn.text)
+            at = first_other(ids, pieces, turn.text)
             told = f"{_around(text, turn.text)!r}, but the text that was sampled is {_around(turn.text, text)!r}"
-            yield {"kind": "id-text", "why": f"the text of the ids is {told}", "token": at, "count": 1}
+            yield Finding("id-text", f"the text of the ids is {told}", token=at, count=1)
     if group.encoder is None:
         return
     known = group.encoder.pieces(token_id for token_id in set(ids) if token_id < len(group.encoder.tokenizer))
     for token_id, piece in known.items():
         if pieces.get(token_id, piece) != piece:
             why = f"the file says that id {token_id} is {pieces[token_id]!r}, the tokenizer {piece!r}"
-            yield {"kind": "id-text", "why": why, "token": ids.index(token_id), "count": 1}
+            yield Finding("id-text", why, token=ids.index(token_id), count=1)
 
 
 def _same(text: str, recorded: str) -> bool:
     return text == recorded or text.removeprefix(" ") == recorded  # SentencePiece drops a leading space
-
-
-def _first_difference(ids: Sequence[int], vocabulary: Mapping[int, bytes], recorded: str) -> int:
-    wanted, length = recorded.encode("utf-8", "replace"), 0
-    for at, token_id in enumerate(ids):
-        piece = vocabulary[token_id]
-        if wanted[length : length + len(piece)] != piece:
-            return at
-        length += len(piece)
-    return max(len(ids) - 1, 0)
 
 
 def _around(text: str, other: str) -> str:
@@ -79,7 +66,7 @@ def _around(text: str, other: str) -> str:
     return text[max(at - 10, 0) : at + 20]
 
 
-def _experts(turn: Turn, widths: Sequence[int]) -> Iterator[Facts]:
+def _experts(turn: Turn, widths: Sequence[int]) -> Iterator[Finding]:
     answer = turn.generation
     if answer is None or not widths:
         return
@@ -87,12 +74,12 @@ def _experts(turn: Turn, widths: Sequence[int]) -> Iterator[Facts]:
     if answer.routed_experts is None:
         is_whole = answer.finish_type != "abort" and not answer.resumed_ids and turn.status is not TurnStatus.CUT
         if is_whole and len(turn.output_ids):
-            yield {"kind": "experts-missing", "why": "other turns have routed experts, and this one has none"}
+            yield Finding("experts-missing", "other turns have routed experts, and this one has none")
         return
     held = (len(answer.routed_experts) // 4 * 3 - answer.routed_experts[-2:].count("=")) / 4 / width
     if held != answer.routed_rows:
         why = f"{answer.routed_rows} tokens were routed, but there are {held:g} rows of experts"
-        yield {"kind": "experts-missing", "why": why}
+        yield Finding("experts-missing", why)
 
 
 # --- versions ---
@@ -102,7 +89,7 @@ def _spans(turn: Turn) -> Sequence[tuple[str, int, int]]:
     return () if turn.generation is None else turn.generation.weight_versions
 
 
-def _versions(group: Group, episode: Inspected) -> Iterator[Facts]:
+def _versions(group: Group, episode: Inspected) -> Iterator[Finding]:
     has_versions = any(map(_spans, turns_of([group])))
     trained = trained_tokens(episode)
     for turn in episode.turns:
@@ -113,15 +100,14 @@ def _versions(group: Group, episode: Inspected) -> Iterator[Facts]:
         if not episode.has_trajectory:  # a row has no versions of tokens that it does not train
             covered |= ~trained[id(turn)]
         missing = np.flatnonzero(~covered)
-        at = {"turn": turn.index, "token": int(missing[0]) if len(missing) else None, "count": len(missing)}
-        if len(missing) and has_versions:
+        if not len(missing):
+            continue
+        reported = None if turn.generation is None else turn.generation.meta_info.get("weight_version")
+        why = f"the server reported version {reported!r}, but the tokens have none"
+        if has_versions:
             why = f"{counted(len(missing), 'sampled token')} without a version of the weights, although others have one"
-            yield {"kind": "version-missing", "why": why, **at}
-        elif len(missing) and turn.generation is not None:
-            reported = turn.generation.meta_info.get("weight_version")
-            if reported is not None:
-                why = f"the server reported version {reported!r}, but the tokens have none"
-                yield {"kind": "version-missing", "why": why, **at}
+        if has_versions or reported is not None:
+            yield Finding("version-missing", why, turn=turn.index, **stretch(missing))
     yield from _falling(episode)
 
 
@@ -135,7 +121,7 @@ def trained_tokens(episode: Inspected) -> dict[int, Any]:
     return trained
 
 
-def _falling(episode: Inspected) -> Iterator[Facts]:
+def _falling(episode: Inspected) -> Iterator[Finding]:
     for turn in episode.turns:
         parent = turn.parent
         while parent is not None and not _spans(parent):
@@ -147,13 +133,13 @@ def _falling(episode: Inspected) -> Iterator[Facts]:
             numbers = version_number(earlier), version_number(later)
             if numbers[0] is not None and numbers[1] is not None and numbers[1] < numbers[0]:
                 why = f"version {later} sampled it after version {earlier} sampled the tokens before"
-                yield {"kind": "version-falls", "why": why, "turn": turn.index, "token": start, "count": stop - start}
+                yield Finding("version-falls", why, turn=turn.index, token=start, count=stop - start)
 
 
 # --- where turns attach ---
 
 
-def _places(episode: Inspected) -> Iterator[Facts]:
+def _places(episode: Inspected) -> Iterator[Finding]:
     """Find turns that were rendered again although they continue a recorded conversation."""
     answers: dict[bytes, Turn] = {}
     for turn in episode.turns:
@@ -162,12 +148,12 @@ def _places(episode: Inspected) -> Iterator[Facts]:
         by_policy = any(isinstance(part, Reason) and part.kind == "policy" for part in turn.why.detail)
         if turn.parent is None and extended is not None and not by_policy:
             why = f"it continues the conversation of call {extended.index}, but was rendered again: {turn.reason}"
-            yield {"kind": "re-rendered", "why": why, "turn": turn.index}
+            yield Finding("re-rendered", why, turn=turn.index)
         if turn.answer_key is not None:
             answers[turn.answer_key] = turn
 
 
-def _by_tokens(group: Group, episode: Inspected) -> Iterator[Facts]:
+def _by_tokens(group: Group, episode: Inspected) -> Iterator[Finding]:
     """Find turns that open with the text of an earlier sequence in other tokens, in files without conversations."""
     if not group.vocabulary or any(turn.digests for turn in episode.turns):
         return
@@ -180,7 +166,7 @@ def _by_tokens(group: Group, episode: Inspected) -> Iterator[Facts]:
         for before, known, known_text in earlier if turn.parent is None else ():
             if text.startswith(known_text) and ids[: len(known)] != known:
                 why = f"it opens with the text of call {before.index} and its answer, in other tokens"
-                yield {"kind": "re-rendered", "why": why, "turn": turn.index}
+                yield Finding("re-rendered", why, turn=turn.index)
                 break
         if turn.output_ids:
             earlier.append((turn, ids, text))
@@ -192,33 +178,33 @@ def _by_tokens(group: Group, episode: Inspected) -> Iterator[Facts]:
 _KEPT = (TurnStatus.ANSWERED, TurnStatus.COMMITTED, TurnStatus.FINAL)
 
 
-def _status(turn: Turn) -> Iterator[Facts]:
+def _status(turn: Turn) -> Iterator[Finding]:
     """Compare the status of a turn with its error and its end; records of other libraries have none."""
     answer = turn.generation
     if answer is None or not turn.digests:
         return
     if turn.status in _KEPT and (answer.finish_type == "abort" or turn.failure is not None):
         why = f"its answer counts as complete, but its request was aborted or failed: {turn.failure or 'abort'}"
-        yield {"kind": "cut-complete", "why": why}
+        yield Finding("cut-complete", why)
     most = turn.sampling_params.get("max_new_tokens")
     if most is None or turn.is_auxiliary or turn.status is TurnStatus.DISCARDED:
         return
     if turn.clamped and answer.finish_type == "length" and answer.completion_tokens >= most - 8:
         why = f"the context had room for {most} tokens only, and the answer ended there"
-        yield {"kind": "context-clamped", "why": why}
+        yield Finding("context-clamped", why)
     is_unended = answer.stop_token_id is None and answer.stop_string is None
     if answer.finish_type == "stop" and is_unended and answer.completion_tokens >= most:
         why = f"it counts as ended, but has no stop token and all {most} tokens that it was allowed"
-        yield {"kind": "cut-complete", "why": why}
+        yield Finding("cut-complete", why)
 
 
-def _ends(episode: Inspected) -> Iterator[Facts]:
+def _ends(episode: Inspected) -> Iterator[Finding]:
     for turn in episode.turns:
         parent = turn.parent
         is_built_on = turn.is_answered and turn.status is not TurnStatus.DISCARDED and not turn.is_auxiliary
         if parent is not None and parent.status is TurnStatus.DISCARDED and is_built_on:
             why = f"it counts as discarded, so it is not trained, but call {turn.index} builds on its answer"
-            yield {"kind": "not-trained", "why": why, "turn": parent.index}
+            yield Finding("not-trained", why, turn=parent.index)
     turns = [turn for turn in episode.turns if not turn.is_auxiliary and turn.status is not TurnStatus.DISCARDED]
     if not turns:
         return
@@ -228,8 +214,8 @@ def _ends(episode: Inspected) -> Iterator[Facts]:
     if end.outcome == "task_complete" and (is_aborted or finish == "length"):
         told = "was aborted" if is_aborted else "was cut off at its length"
         why = f"the task counts as complete, but its last answer {told}"
-        yield {"kind": "cut-complete", "why": why, "turn": last.index}
+        yield Finding("cut-complete", why, turn=last.index)
     has_no_answer = last.status is TurnStatus.FAILED
     if has_no_answer and end.reward is not None and last.failure_outcome is TerminationReason.INFRASTRUCTURE_ERROR:
         why = f"the episode has the reward {end.reward:g}, but its last call failed: {last.failure}"
-        yield {"kind": "reward-failure", "why": why, "turn": last.index}
+        yield Finding("reward-failure", why, turn=last.index)

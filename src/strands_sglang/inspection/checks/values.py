@@ -17,8 +17,8 @@ from ...credit import version_number
 from ...shown import counted
 from ...trajectory.turn import Turn
 from ...trees import sample_of
-from ..records import Group, Inspected, turns_of
-from .turns import Facts, trained_tokens
+from ..records import Finding, Group, Inspected, stretch, turns_of, within
+from .turns import trained_tokens
 
 ENOUGH = 8
 """Number of sampled tokens whose logprobs do not agree by chance."""
@@ -31,14 +31,13 @@ Certain = tuple[int, int]
 """Number of sampled tokens that were certain, and of all with a logprob."""
 
 
-def check_values(group: Group, episode: Inspected, certain: Certain) -> Iterator[Facts]:
+def check_values(group: Group, episode: Inspected, certain: Certain) -> Iterator[Finding]:
     """Check every turn of an episode, and how it ended."""
     has_logprobs = any(_logprobs_of(turn) is not None for turn in turns_of([group]))
     trained = trained_tokens(episode)
     for turn in episode.turns:
         mask = trained[id(turn)]
-        for facts in (*_logprobs(turn, mask, has_logprobs, certain), *_prompt(turn)):
-            yield {"turn": turn.index, **facts}
+        yield from within((*_logprobs(turn, mask, has_logprobs, certain), *_prompt(turn)), turn=turn.index)
     yield from _end(episode)
 
 
@@ -54,7 +53,7 @@ def count_certain(groups: Iterable[Group]) -> Certain:
     return sum(int((column > CERTAIN).sum()) for column in known), sum(map(len, known))
 
 
-def check_repeated(group: Group) -> Iterator[Facts]:
+def check_repeated(group: Group) -> Iterator[Finding]:
     """Find answers and logprobs that are in a group twice, and versions that cannot be compared.
 
     Every request has its own id, and no two answers get the same logprobs, or the same unlikely tokens, by chance.
@@ -65,7 +64,7 @@ def check_repeated(group: Group) -> Iterator[Facts]:
     names = Counter(episode.id for episode in group.episodes if group.kind in ("openenv", "verifiers"))
     for name, count in names.items():
         if count > 1:
-            yield {"kind": "trained-twice", "why": f"the file has {count} episodes of this id", "episode": name}
+            yield Finding("trained-twice", f"the file has {count} episodes of this id", episode=name)
     samples: set[Hashable] = set()
     trajectories: set[str] = set()
     for episode in group.episodes:
@@ -76,19 +75,19 @@ def check_repeated(group: Group) -> Iterator[Facts]:
         is_fork = copies < len(own) and (group.batch is not None or episode.trajectory.id in trajectories)
         trajectories.add(episode.trajectory.id)
         for turn in episode.turns[copies if is_fork else 0 :]:
-            at: Facts = {"episode": episode.id, "turn": turn.index}
+            here: dict[str, Any] = {"episode": episode.id, "turn": turn.index}
             request = "" if turn.generation is None else turn.generation.request_id
             before, earlier = requests.setdefault(request, (episode, turn)) if request else (episode, turn)
             if earlier is not turn:
                 why = f"its answer is that of {_named(before, earlier, episode)}: both are request {request}"
-                yield {"kind": "trained-twice", "why": why, **at}
+                yield Finding("trained-twice", why, **here)
                 continue
             known = _logprobs_of(turn)
             start = b"" if known is None or len(set(known[:ENOUGH])) < ENOUGH else known[:ENOUGH].tobytes()
             before, earlier = columns.setdefault(start, (episode, turn)) if start else (episode, turn)
             if turn.output_ids[:ENOUGH] != earlier.output_ids[:ENOUGH]:
                 why = f"its logprobs are those of {_named(before, earlier, episode)}, which sampled other tokens"
-                yield {"kind": "logprobs", "why": why, "token": 0, "count": len(turn.output_ids), **at}
+                yield Finding("logprobs", why, token=0, count=len(turn.output_ids), **here)
             if turn is not episode.turns[0] or _log_chance(turn) > CHANCE:
                 continue
             tokens = (turn.prompt_ids.tobytes(), turn.output_ids.tobytes())
@@ -97,7 +96,7 @@ def check_repeated(group: Group) -> Iterator[Facts]:
                     f"its {len(turn.output_ids)} sampled tokens are those of episode {sibling.id}: the server samples "
                     "equal prompts with one seed; see random_seeds of SGLangModel"
                 )
-                yield {"kind": "repeated", "why": why, **at}
+                yield Finding("repeated", why, **here)
     yield from _names(group)
 
 
@@ -119,17 +118,17 @@ def _named(episode: Inspected, turn: Turn, own: Inspected) -> str:
 # --- logprobs and versions ---
 
 
-def _logprobs(turn: Turn, trained: Any, has_logprobs: bool, certain: Certain) -> Iterator[Facts]:
+def _logprobs(turn: Turn, trained: Any, has_logprobs: bool, certain: Certain) -> Iterator[Finding]:
     values = _logprobs_of(turn)
     if values is None:
         if has_logprobs and trained.any():
             why = f"{counted(int(trained.sum()), 'trained token')} without logprobs, although other turns have them"
-            yield {"kind": "logprobs", "why": why, "token": 0, "count": len(trained)}
+            yield Finding("logprobs", why, token=0, count=len(trained))
         return
     bad = np.flatnonzero((values > 1e-3) | np.isposinf(values) | (trained & ~np.isfinite(values)))
     if len(bad):
         why = f"the logprob {values[bad[0]]:g} is not the logarithm of a probability"
-        yield {"kind": "logprobs", "why": why, "token": int(bad[0]), "count": 1}
+        yield Finding("logprobs", why, **stretch(bad[:1]))
     known = values[trained]
     if len(known) < ENOUGH or (known != known[0]).any():
         return
@@ -140,10 +139,10 @@ def _logprobs(turn: Turn, trained: Any, has_logprobs: bool, certain: Certain) ->
     share = (certain[0] - (values > CERTAIN).sum() + 1) / (certain[1] - len(values) + 1)
     if known[0] < CERTAIN or (not is_cold and share ** len(known) < math.exp(CHANCE)):
         why = f"all {len(known)} trained tokens have the logprob {known[0]:g}: no model gave it"
-        yield {"kind": "logprobs", "why": why, "token": int(np.flatnonzero(trained)[0]), "count": len(known)}
+        yield Finding("logprobs", why, **stretch(np.flatnonzero(trained)))
 
 
-def _names(group: Group) -> Iterator[Facts]:
+def _names(group: Group) -> Iterator[Finding]:
     spans = []
     for episode in group.episodes:
         for turn in episode.turns:
@@ -157,32 +156,31 @@ def _names(group: Group) -> Iterator[Facts]:
     for is_number, (version, start, stop), episode, turn in spans:
         if is_number == odd:
             why = f"version {version!r} cannot be compared with versions such as {usual!r}"
-            at = {"episode": episode.id, "turn": turn.index, "token": start, "count": stop - start}
-            yield {"kind": "version", "why": why, **at}
+            yield Finding("version", why, episode=episode.id, turn=turn.index, token=start, count=stop - start)
 
 
 # --- the server's report ---
 
 
-def _prompt(turn: Turn) -> Iterator[Facts]:
+def _prompt(turn: Turn) -> Iterator[Finding]:
     answer = turn.generation
     # The server counts images by its own tokens.
     is_counted = answer is not None and answer.prompt_tokens and not turn.image_inputs()
     if answer is not None and is_counted and turn.prompt_tokens != answer.prompt_tokens:
         sent = f"its prompt has {turn.prompt_tokens} tokens, but the server counted {answer.prompt_tokens}"
-        yield {"kind": "re-rendered", "why": f"{sent}: others were sent"}
+        yield Finding("re-rendered", f"{sent}: others were sent")
 
 
 # --- the end ---
 
 
-def _end(episode: Inspected) -> Iterator[Facts]:
+def _end(episode: Inspected) -> Iterator[Finding]:
     end = episode.trajectory.end
     if end is None:
         return
     if end.reward is not None and end.reward_error:
         why = f"it has the reward {end.reward:g}, but could not be scored: {end.reward_error}"
-        yield {"kind": "reward-failure", "why": why}
+        yield Finding("reward-failure", why)
     unknown = sorted(set(end.turn_rewards) - {turn.index for turn in episode.turns})
     if unknown:
-        yield {"kind": "reward", "why": f"it has a reward for turn {unknown[0]}, which is none of its turns"}
+        yield Finding("reward", f"it has a reward for turn {unknown[0]}, which is none of its turns")
