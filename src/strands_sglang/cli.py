@@ -225,7 +225,8 @@ def check(arguments: argparse.Namespace) -> int:
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Read recorded episodes and do with them what the subcommand is for; return the exit code."""
-    from .inspection.reading import UnreadableError, held_in, read
+    from .inspection.reading import held_in, read
+    from .inspection.records import UnreadableError
 
     try:
         with waiting(f"reading {', '.join(map(str, arguments.files))}"):

@@ -103,20 +103,29 @@ def measure_drift(sequences: Iterable[TokenManager], tokenizer: PreTrainedTokeni
 
 def _sequence_drift(sequence: TokenManager, encoder: Encoder) -> SequenceDrift:
     recorded = sequence.token_ids
-    sampled, position = [], 0
+    parts, position = [], 0
     again = encoder.encode(encoder.decode(recorded))
     for is_response, length in sequence.segment_info:
-        sampled.append((position, position + length, is_response))
+        parts.append((position, position + length, is_response))
         position += length
     drifted = dict.fromkeys(CAUSES, 0)
     differences = list(find_differences(recorded, again, encoder))
-    for start, end, _, _ in differences:
-        inside = next((is_response for a, b, is_response in sampled if a <= start and end <= b), None)
-        cause = "boundary"
-        if inside is not None:
-            cause = "sampled" if inside else "template"
-        drifted[cause] += end - start
+    for difference in differences:
+        drifted[cause_of(difference, parts)] += difference.stop - difference.start
     return SequenceDrift(len(recorded), drifted, differences[0][0] if differences else None)
+
+
+def cause_of(difference: Difference, parts: Iterable[tuple[int, int, bool]]) -> str:
+    """Return where a stretch is, one of `CAUSES`.
+
+    Args:
+        difference: The stretch.
+        parts: Where each part of the sequence begins and ends, and whether the model sampled it.
+    """
+    for start, stop, is_sampled in parts:
+        if start <= difference.start and difference.stop <= stop:
+            return "sampled" if is_sampled else "template"
+    return "boundary"
 
 
 def find_differences(recorded: Sequence[int], again: Sequence[int], encoder: Encoder) -> Iterator[Difference]:

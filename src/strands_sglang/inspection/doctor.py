@@ -62,7 +62,7 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
         What is wrong, in the order of the files, episodes and tokens; empty if all is well.
     """
     from .checks.credit import check_openings, check_rewards
-    from .checks.dumps import check_prompts, check_sample
+    from .checks.dumps import check_sample
     from .checks.evaluations import check_record
     from .checks.steps import check_step
     from .checks.turns import check_turns
@@ -90,7 +90,7 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
             if not own and episode.trajectory.is_changed:
                 own.append(Finding("changed", _CHANGED, episode.file, group.id, episode.id))
             found += own
-        for check in (check_repeated(group), check_prompts(group), check_rewards(group)):
+        for check in (check_repeated(group), check_rewards(group)):
             for one in _guarded(check):
                 is_own = group.kind == "trajectory" or one.turn is not None
                 file = files.get(str(one.episode), group.file) if is_own else group.file

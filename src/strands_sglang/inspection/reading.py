@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..shown import one_line
-from .records import Group, turns_of
+from .records import Group, UnreadableError, turns_of
 
 KINDS = {
     "trajectory": "a trajectory (.safetensors), or a folder of them",
@@ -22,10 +22,6 @@ KINDS = {
     "slime": "a rollout dump of slime (.pt)",
 }
 """The kinds of files that are read."""
-
-
-class UnreadableError(ValueError):
-    """A path cannot be read as recorded episodes; the message names it and says why."""
 
 
 def read(paths: Iterable[str | os.PathLike[str]], *, tokenizer: str | None = None) -> list[Group]:
@@ -82,19 +78,14 @@ _PATTERNS = ("*.run.json", "*.safetensors", "*.journal", "*/rows.safetensors", "
 def _read_path(path: Path) -> list[Group]:
     from ..credit import RowsFileError
     from ..trajectory.storage import TrajectoryFileError
-    from .formats.evaluations import EvaluationFileError
-    from .formats.imported import ImportedFileError
-    from .formats.slime import DumpFileError
 
     try:
         return _read_folder(path) if path.is_dir() else _read_file(path)
     except OSError as error:
         where = str(path) if error.filename is None else str(error.filename)
         raise UnreadableError(f"{where}: {error.strerror or error}") from error
-    except (RowsFileError, TrajectoryFileError, EvaluationFileError, ImportedFileError, DumpFileError) as error:
+    except (RowsFileError, TrajectoryFileError, UnreadableError) as error:
         raise UnreadableError(one_line(error)) from error
-    except UnreadableError:
-        raise
     except Exception as error:  # a damaged file may hold anything
         raise UnreadableError(f"{path}: damaged: {type(error).__name__}: {one_line(error, 200)}") from error
 

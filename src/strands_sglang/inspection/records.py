@@ -10,7 +10,7 @@ Columns are numpy arrays of shape `(T,)`; NaN where a value is unknown.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import chain
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..credit import Episode, TrainingRow, TrainingRows
 from ..messages.said import Said
+from ..protocol.generation import VersionSpan
 from ..reasons import Reason
 from ..trajectory.trajectory import EpisodeEnd, Trajectory
 from ..trajectory.turn import Turn
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 Problem = tuple[str, str]
 """What a reader noticed: a kind of `doctor.KINDS`, and why in a sentence."""
+
+
+class UnreadableError(ValueError):
+    """A path cannot be read as recorded episodes; the message names it and says why."""
 
 
 class Writer(IntEnum):
@@ -77,23 +82,6 @@ def steps_to(leaf: Turn) -> list[Step]:
     return steps
 
 
-def _logprobs(turn: Turn) -> tuple[Any, Any]:
-    return turn.prompt_logprobs, turn.generation and turn.generation.logprobs
-
-
-_COLUMNS: Mapping[str, Callable[[Turn], tuple[Any, Any]]] = {
-    "ids": lambda turn: (turn.prompt_ids, turn.output_ids),
-    "logprobs": _logprobs,
-    "sampling_logprobs": lambda turn: (None, turn.generation and turn.generation.sampling_logprobs),
-    "kept_counts": lambda turn: (None, turn.generation and _lengths(turn)),
-}
-
-
-def _lengths(turn: Turn) -> Any:
-    mask = None if turn.generation is None else turn.generation.sampling_mask
-    return None if mask is None else mask.lengths
-
-
 def halves(turn: Turn, name: str) -> Iterator[NDArray[Any]]:
     """Yield a column of a turn's prompt, then of its sampled tokens; NaN where it is not recorded.
 
@@ -103,7 +91,13 @@ def halves(turn: Turn, name: str) -> Iterator[NDArray[Any]]:
     """
     import numpy as np
 
-    for values, ids in zip(_COLUMNS[name](turn), (turn.prompt_ids, turn.output_ids), strict=True):
+    given: Any = turn.prompt_logprobs if name == "logprobs" else None
+    sampled: Any = getattr(turn.generation, "sampling_mask" if name == "kept_counts" else name, None)
+    if name == "kept_counts" and sampled is not None:
+        sampled = sampled.lengths
+    if name == "ids":
+        given, sampled = turn.prompt_ids, turn.output_ids
+    for values, ids in ((given, turn.prompt_ids), (sampled, turn.output_ids)):
         yield np.full(len(ids), np.nan) if values is None else np.asarray(values)
 
 
@@ -148,15 +142,6 @@ class TokenSequence:
             return None
         column = np.asarray(values)
         return None if column.dtype.kind == "f" and len(column) and np.isnan(column).all() else column
-
-    def is_sampled(self) -> NDArray[Any]:
-        """Return which tokens the model sampled."""
-        import numpy as np
-
-        sampled = np.zeros(len(self), bool)
-        for step in self.steps:
-            sampled[step.sampled : step.stop] = True
-        return sampled
 
     def at(self, position: int) -> Step | None:
         """Return the step that holds a position."""
@@ -277,6 +262,11 @@ def turns_of(groups: Iterable[Group]) -> Iterator[Turn]:
     for group in groups:
         for episode in group.episodes:
             yield from episode.turns
+
+
+def spans_of(turn: Turn) -> Sequence[VersionSpan]:
+    """Return which version of the weights sampled each token of a turn, as far as it is known."""
+    return () if turn.generation is None else turn.generation.weight_versions
 
 
 def count_tokens(turns: Iterable[Turn]) -> int:

@@ -13,8 +13,7 @@ from ..shown import counted, visible
 from ..terminal import SHADES, has_colors, paint
 from ..trajectory.explain import explained
 from ..trajectory.turn import Turn, TurnStatus
-from .reading import UnreadableError
-from .records import Group, Inspected, Writer, count_tokens, halves
+from .records import Group, Inspected, UnreadableError, Writer, count_tokens, halves, spans_of
 from .texts import writers_of
 
 COLORS = ("writer", "mask", "logprob", "version", "advantage")
@@ -138,7 +137,7 @@ def _labels(episode: Inspected, turn: Turn, color: str) -> tuple[list[str], list
     any_way = [True] * (prompt + count)
     if color == "version":
         versions = ["-"] * (prompt + count)
-        for version, start, stop in () if turn.generation is None else turn.generation.weight_versions:
+        for version, start, stop in spans_of(turn):
             start, stop = max(0, start), min(stop, count)
             versions[prompt + start : prompt + stop] = [visible(version)] * (stop - start)
         return versions, any_way

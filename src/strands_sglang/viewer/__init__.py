@@ -5,8 +5,7 @@
 
 from ..inspection.doctor import findings
 from ..inspection.formats.trajectories import as_group
-from ..inspection.reading import UnreadableError
-from ..inspection.records import Finding, Group
+from ..inspection.records import Finding, Group, UnreadableError
 from .page import PageTooLargeError, check_size, render
 from .reports import Plot, Report, Table, Task, read_episodes
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..drift import find_differences
+from ..drift import cause_of, find_differences
 from ..inspection.records import Group, TokenSequence
 from ..templates.encoder import Encoder
 from .stores import places_of, starts_of
@@ -82,7 +82,11 @@ def _add(
     again = encoder.encode(encoder.decode(ids))
     found.all += len(ids)
     found.sequences += 1
-    for start, stop, again_start, again_stop in find_differences(ids, again, encoder):
+    parts: list[tuple[int, int, bool]] = []
+    for step in sequence.steps:
+        parts += [(step.start, step.sampled, False), (step.sampled, step.stop, True)]
+    for difference in find_differences(ids, again, encoder):
+        start, stop, again_start, again_stop = difference
         found.tokens += stop - start
         marks[places[start:stop]] = 1
         found.cut = found.cut or len(found.rows) >= MOST_ROWS
@@ -90,21 +94,11 @@ def _add(
             row = {
                 **at,
                 "position": start,
-                "cause": _cause(sequence, start, stop),
+                "cause": cause_of(difference, parts),
                 "recorded": _named(ids[start:stop], encoder),
                 "again": _named(again[again_start:again_stop], encoder),
             }
             found.rows.append(row)
-
-
-def _cause(sequence: TokenSequence, start: int, stop: int) -> str:
-    """Return where a stretch is, as in `strands_sglang.drift.CAUSES`."""
-    for step in sequence.steps:
-        if step.start <= start and stop <= step.sampled:
-            return "template"
-        if step.sampled <= start and stop <= step.stop:
-            return "sampled"
-    return "boundary"
 
 
 def _named(ids: Sequence[int], encoder: Encoder) -> list[tuple[int, str]]:

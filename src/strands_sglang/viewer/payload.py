@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..credit import version_number
 from ..inspection.doctor import KINDS
 from ..inspection.formats.evaluations import part_of
-from ..inspection.records import Finding, Group, Inspected, Step, Writer, halves, steps_to, turns_of
+from ..inspection.records import Finding, Group, Inspected, Step, Writer, halves, spans_of, steps_to, turns_of
 from ..inspection.texts import writers_of
 from ..messages.content import Picture
 from ..messages.said import Said
@@ -215,7 +216,7 @@ class _Page:
         versions = [np.zeros(0, np.uint32)]
         for turn in episode.turns:
             column = np.zeros(len(turn.prompt_ids) + len(turn.output_ids), np.uint32)
-            for version, start, stop in () if turn.generation is None else turn.generation.weight_versions:
+            for version, start, stop in spans_of(turn):
                 number = self.versions.setdefault(version, len(self.versions)) + 1
                 column[len(turn.prompt_ids) :][start:stop] = number
             versions.append(column)
@@ -402,9 +403,10 @@ def _steps(groups: Sequence[Group]) -> list[dict[str, Any]]:
 def _versions(turns: Iterable[Turn]) -> Iterator[tuple[int, int]]:
     """Yield the versions that sampled turns, with their numbers of tokens; without those that are no integers."""
     for turn in turns:
-        for version, start, stop in () if turn.generation is None else turn.generation.weight_versions:
-            if version == "default" or version.isdecimal():
-                yield 0 if version == "default" else int(version), stop - start
+        for version, start, stop in spans_of(turn):
+            number = version_number(version)
+            if number is not None:
+                yield number, stop - start
 
 
 def _outline(episode: Inspected, body: Mapping[str, Any]) -> tuple[str, str]:

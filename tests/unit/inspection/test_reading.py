@@ -36,8 +36,10 @@ def test_a_trajectory_is_read_with_its_turns_and_sequences(rollout, tmp_path):
     assert sequence.column("ids").tolist() == exact.token_ids
     assert sequence.mask.tolist() == exact.loss_mask
     assert [step.turn for step in sequence.steps] == episode.turns
-    sampled = sequence.column("logprobs")[sequence.is_sampled()].tolist()
-    assert sampled == [value for value, mask in zip(exact.logprobs, exact.loss_mask, strict=True) if mask]
+    sampled = [
+        pair for *pair, mask in zip(sequence.column("logprobs"), exact.logprobs, exact.loss_mask, strict=True) if mask
+    ]
+    assert sampled and all(recorded == own for recorded, own in sampled)
 
 
 def save(rollout, folder):

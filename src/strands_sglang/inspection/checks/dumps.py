@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain, pairwise
-from typing import Any
 
 import numpy as np
 
@@ -23,29 +22,8 @@ def check_sample(group: Group, episode: Inspected) -> Iterator[Finding]:
     yield from _twice(episode)
     samples = [one.sample for one in chain.from_iterable(one.sequences for one in group.episodes)]
     has_versions = any(sample.get("weight_versions") for sample in samples)
-    is_scored = any(sample.get("reward") is not None for sample in samples)
     for number, sequence in enumerate(episode.sequences):
-        checks = (
-            _sample(group, sequence),
-            _versions(sequence.sample, has_versions),
-            _reward(sequence.sample, is_scored),
-        )
-        for check in checks:
-            yield from within(check, sequence=number)
-
-
-def check_prompts(group: Group) -> Iterator[Finding]:
-    """Find samples of another prompt in a group of slime, which are n copies of one."""
-    if group.kind != "slime":
-        return
-    asked = []
-    for episode in group.episodes:
-        asked += [(repr(sequence.sample.get("prompt")), episode) for sequence in episode.sequences]
-    usual = max((prompt for prompt, _ in asked), key=[prompt for prompt, _ in asked].count, default="")
-    for prompt, episode in asked:
-        if prompt != usual:
-            why = f"its prompt is {prompt[:60]}, and that of others in its group {usual[:60]}"
-            yield Finding("group", why, episode=episode.id)
+        yield from within(_sample(group, sequence, has_versions), sequence=number)
 
 
 def _twice(episode: Inspected) -> Iterator[Finding]:
@@ -63,7 +41,7 @@ def _twice(episode: Inspected) -> Iterator[Finding]:
                 yield Finding("trained-twice", why, sequence=later, **stretch(both))
 
 
-def _sample(group: Group, sequence: TokenSequence) -> Iterator[Finding]:
+def _sample(group: Group, sequence: TokenSequence, has_versions: bool) -> Iterator[Finding]:
     sample, row = sequence.sample, sequence.row
     assert row is not None
     status, reward, removed = str(sample.get("status")), sample.get("reward"), bool(sample.get("remove_sample"))
@@ -90,21 +68,9 @@ def _sample(group: Group, sequence: TokenSequence) -> Iterator[Finding]:
     outcome = "task_complete" if ours is None else ours.get("outcome")
     if status == "completed" and outcome not in (None, "task_complete"):
         yield Finding("cut-complete", f"its status is completed, but the episode ended with {outcome}")
-
-
-def _reward(sample: Mapping[str, Any], is_scored: bool) -> Iterator[Finding]:
-    status, is_missing = str(sample.get("status")), sample.get("reward") is None and not sample.get("remove_sample")
-    if is_scored and is_missing and status in ("completed", "truncated"):
-        yield Finding("reward", f"it has no reward, although it is {status} and others have one")
-
-
-def _versions(sample: Mapping[str, Any], has_versions: bool) -> Iterator[Finding]:
     versions = sample.get("weight_versions") or ()
-    numbers = [version_number(version) for version in versions]
-    known = [number for number in numbers if number is not None]
+    known = [number for number in map(version_number, versions) if number is not None]
     if any(later < earlier for earlier, later in pairwise(known)):
         yield Finding("version-falls", f"its weight versions fall: {versions}")
-    if known and len(known) < len(numbers):
-        yield Finding("version", f"its weight versions cannot be compared: {versions}")
-    if not versions and has_versions and not sample.get("remove_sample"):
+    if not versions and has_versions and not removed:
         yield Finding("version-missing", "it has no weight versions, although others have")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,6 @@ ALMOST_ALL = 0.9
 FAR = 0.5
 """Mean distance in nats between two logprobs of the same tokens: clipping drops nearly all of such an update."""
 
-_BASELINES = [
-    {"baseline": baseline, "normalize_std": normalize_std}
-    for baseline, normalize_std in product(("mean", "leave_one_out"), (False, True))
-]
-"""Settings of files that do not name theirs."""
-
 
 def check_step(groups: Sequence[Group]) -> Iterator[Finding]:
     """Check all groups of a training step."""
@@ -36,9 +29,6 @@ def check_step(groups: Sequence[Group]) -> Iterator[Finding]:
     for name in groups[0].strays:
         why = f"trajectories/{name}.safetensors belongs to no episode of the batch"
         yield Finding("left-out", why)
-    for name in batch.left_out if batch.episodes else ():
-        if name not in batch.episodes:
-            yield Finding("left-out", f"episode {name} is left out, but was not in the batch")
     for group in groups:
         for episode in group.episodes:
             rows = [one for one in enumerate(episode.sequences) if one[1].row is not None]
@@ -56,8 +46,6 @@ def check_step(groups: Sequence[Group]) -> Iterator[Finding]:
     for row in expected:
         wanted.setdefault(row.episode, []).append(row)
     for group in groups:
-        if group.key in batch.flat_groups and any(_has_advantage(one) for one in group.episodes):
-            yield Finding("advantage", "it counts as flat, but has advantages", group=group.id)
         for episode in group.episodes:
             own = _episode(group, episode, batch, expected, wanted.get(episode.id, []))
             yield from within(own, group=group.id, episode=episode.id)
@@ -80,18 +68,12 @@ def _expected(groups: Sequence[Group], batch: TrainingRows) -> TrainingRows:
     episodes = []
     for group in groups:
         episodes += [episode.as_episode(group.key) for episode in group.episodes if episode.in_batch]
-    made = [training_rows(episodes, **settings) for settings in ([batch.settings] if batch.settings else _BASELINES)]
-    return min(made, key=lambda rows: sum(not _agree(rows, batch, name) for name in batch.advantages))
+    return training_rows(episodes, **batch.settings)
 
 
 def _agree(expected: TrainingRows, batch: TrainingRows, name: str) -> bool:
     ours, theirs = expected.advantages.get(name, {}), batch.advantages.get(name, {})
     return ours.keys() == theirs.keys() and all(close(value, theirs[turn]) for turn, value in ours.items())
-
-
-def _has_advantage(episode: Inspected) -> bool:
-    columns = [sequence.given("advantages") for sequence in episode.sequences]
-    return any(column is not None and column.any() for column in columns)
 
 
 # --- a row by itself ---
@@ -102,8 +84,6 @@ def _alone(sequence: TokenSequence, batch: TrainingRows) -> Iterator[Finding]:
     assert row is not None
     if row.loss_weight is not None and not 0 < row.loss_weight < math.inf:
         yield Finding("weight", f"its weight {row.loss_weight:g} is not a number above 0")
-    if not np.isfinite(row.advantages).all():
-        yield Finding("advantage", "an advantage is not finite")
     for kind, name, values in (
         ("advantage", "an advantage", np.asarray(row.advantages)),
         ("version", "a version of the weights", np.asarray([version is not None for version in row.versions])),
@@ -141,11 +121,12 @@ def _episode(
     if name in batch.rewards and name in expected.rewards and not close(batch.rewards[name], expected.rewards[name]):
         why = f"its reward is {expected.rewards[name]:g}, but counts as {batch.rewards[name]:g}"
         yield Finding(whose(group, episode, batch.rewards[name]), why)
-    if given is None and name in expected.advantages and not _agree(expected, batch, name):
+    has_settings = bool(batch.settings)  # else the rows are of several batches
+    if has_settings and given is None and name in expected.advantages and not _agree(expected, batch, name):
         yield Finding("advantage", "its advantages by turn do not follow from the rewards of its group")
     if not wanted:
         return
-    for number, sequence in numbered:
+    for number, sequence in numbered if has_settings else ():
         yield from _placed(_advantages(group, episode, sequence, expected), (number, sequence))
     if not episode.has_trajectory:
         return
@@ -167,8 +148,6 @@ def _advantages(group: Group, episode: Inspected, sequence: TokenSequence, expec
     row = sequence.row
     assert row is not None
     known = expected.advantages[episode.id]
-    if not known:
-        return
     for step in sequence.steps:
         for position in np.flatnonzero(sequence.mask[step.sampled : step.stop]).tolist():
             value, wanted = row.advantages[step.sampled + position], known.get(step.turn.index)
@@ -232,7 +211,6 @@ def _ids(group: Group, sequence: TokenSequence, row: TrainingRow) -> Iterator[Fi
 
 
 def _mask(sequence: TokenSequence, wanted: Any) -> Iterator[Finding]:
-    is_sampled = sequence.is_sampled()
     for position in np.flatnonzero((sequence.mask > 0) & (wanted == 0)).tolist():
         step = sequence.at(position)
         assert step is not None
@@ -243,7 +221,7 @@ def _mask(sequence: TokenSequence, wanted: Any) -> Iterator[Finding]:
             "auxiliary": turn.is_auxiliary,
         }
         told = " and ".join(word for word, holds in excluded.items() if holds)
-        if not is_sampled[position]:
+        if position < step.sampled:
             kind = "mask-not-sampled"
             why = "it is part of a prompt, which the model did not sample, so its mask should be 0"
         elif told:
@@ -324,13 +302,9 @@ def _trainer(group: Group, sequence: TokenSequence, row: TrainingRow, mask: Any)
         inside = trained[(trained >= step.sampled) & (trained < step.stop) & ~is_old[trained]]
         yield from _distance(own, known, inside)
     bad = np.flatnonzero((sequence.mask > 0) & (~np.isfinite(own) | (own > 1e-3)))
-    stray = np.flatnonzero((sequence.mask == 0) & (mask == 0) & (own != 0.0))
-    for positions, why in (
-        (bad, "the trainer's own logprob {:g} is not the logarithm of a probability"),
-        (stray, "it is not trained, but has the logprob {:g} by the trainer"),
-    ):
-        if len(positions):
-            yield Finding("logprobs", why.format(own[positions[0]]), **stretch(positions[:1]))
+    if len(bad):
+        why = f"the trainer's own logprob {own[bad[0]]:g} is not the logarithm of a probability"
+        yield Finding("logprobs", why, **stretch(bad[:1]))
 
 
 def _distance(own: Any, known: Any, trained: Any) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from ...outcomes import TerminationReason
 from ...reasons import Reason
 from ...shown import counted, first_difference
 from ...trajectory.turn import Turn, TurnStatus
-from ..records import Finding, Group, Inspected, stretch, turns_of, within
+from ..records import Finding, Group, Inspected, spans_of, stretch, turns_of, within
 from ..texts import first_other, joined
 
 
@@ -85,28 +85,18 @@ def _experts(turn: Turn, widths: Sequence[int]) -> Iterator[Finding]:
 # --- versions ---
 
 
-def _spans(turn: Turn) -> Sequence[tuple[str, int, int]]:
-    return () if turn.generation is None else turn.generation.weight_versions
-
-
 def _versions(group: Group, episode: Inspected) -> Iterator[Finding]:
-    has_versions = any(map(_spans, turns_of([group])))
     trained = trained_tokens(episode)
-    for turn in episode.turns:
+    for turn in episode.turns if any(map(spans_of, turns_of([group]))) else ():
         count = len(turn.output_ids)
         covered = np.zeros(count, bool)
-        for _, start, stop in _spans(turn):
+        for _, start, stop in spans_of(turn):
             covered[start:stop] = True
         if not episode.has_trajectory:  # a row has no versions of tokens that it does not train
             covered |= ~trained[id(turn)]
         missing = np.flatnonzero(~covered)
-        if not len(missing):
-            continue
-        reported = None if turn.generation is None else turn.generation.meta_info.get("weight_version")
-        why = f"the server reported version {reported!r}, but the tokens have none"
-        if has_versions:
+        if len(missing):
             why = f"{counted(len(missing), 'sampled token')} without a version of the weights, although others have one"
-        if has_versions or reported is not None:
             yield Finding("version-missing", why, turn=turn.index, **stretch(missing))
     yield from _falling(episode)
 
@@ -123,13 +113,10 @@ def trained_tokens(episode: Inspected) -> dict[int, Any]:
 
 def _falling(episode: Inspected) -> Iterator[Finding]:
     for turn in episode.turns:
-        parent = turn.parent
-        while parent is not None and not _spans(parent):
-            parent = parent.parent
-        before = (
-            [] if parent is None else [s for s in _spans(parent) if turn.parent_kept is None or s[1] < turn.parent_kept]
-        )
-        for (earlier, *_), (later, start, stop) in pairwise([*before[-1:], *_spans(turn)]):
+        before = [] if turn.parent is None else [*spans_of(turn.parent)]
+        if turn.parent_kept is not None:
+            before = [span for span in before if span.start < turn.parent_kept]
+        for (earlier, *_), (later, start, stop) in pairwise([*before[-1:], *spans_of(turn)]):
             numbers = version_number(earlier), version_number(later)
             if numbers[0] is not None and numbers[1] is not None and numbers[1] < numbers[0]:
                 why = f"version {later} sampled it after version {earlier} sampled the tokens before"

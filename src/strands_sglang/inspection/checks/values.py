@@ -17,7 +17,7 @@ from ...credit import version_number
 from ...shown import counted
 from ...trajectory.turn import Turn
 from ...trees import sample_of
-from ..records import Finding, Group, Inspected, stretch, turns_of, within
+from ..records import Finding, Group, Inspected, spans_of, stretch, turns_of, within
 from .turns import trained_tokens
 
 ENOUGH = 8
@@ -146,7 +146,7 @@ def _names(group: Group) -> Iterator[Finding]:
     spans = []
     for episode in group.episodes:
         for turn in episode.turns:
-            for span in turn.generation.weight_versions if turn.generation is not None else ():
+            for span in spans_of(turn):
                 spans.append((version_number(span.version) is not None, span, episode, turn))
     numbers = Counter(is_number for is_number, *_ in spans)
     if len(numbers) < 2:

@@ -10,16 +10,12 @@ from typing import Any
 
 from ...messages.said import said_in
 from ...trajectory.trajectory import EpisodeEnd, Trajectory
-from ..records import Group, Inspected, group_of
+from ..records import Group, Inspected, UnreadableError, group_of
 from .trajectories import inspect_file
 
 FORMAT = "strands-env evaluation 1"
 
 REQUIRED = {"key", "prompt_id", "sample_index", "reward", "termination_reason", "observation"}
-
-
-class EvaluationFileError(ValueError):
-    """A file of an evaluation is damaged, or of an unknown version."""
 
 
 def read_evaluation(results: Path) -> list[Group]:
@@ -30,22 +26,21 @@ def read_evaluation(results: Path) -> list[Group]:
 
     Raises:
         OSError: A file cannot be read.
-        EvaluationFileError: A file is damaged.
+        UnreadableError: A file is damaged.
         TrajectoryFileError: A file among its trajectories is none.
     """
     stem = results.name.removesuffix(".jsonl")
     plan_file = results.with_name(f"{stem}.run.json")
     try:
         plan = json.loads(plan_file.read_bytes())
-        if plan["format"] != FORMAT:
-            raise EvaluationFileError(f"{plan_file}: its format is {plan['format']!r}, not {FORMAT!r}")
+        version = plan["format"]
         groups: dict[Hashable, Group] = {}
-        for prompt in plan["prompts"]:
+        for prompt in plan["prompts"] if version == FORMAT else ():
             group_of(groups, prompt, "evaluation", results)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        if isinstance(error, EvaluationFileError):
-            raise
-        raise EvaluationFileError(f"{plan_file}: damaged: {error}") from error
+        raise UnreadableError(f"{plan_file}: damaged: {error}") from error
+    if version != FORMAT:
+        raise UnreadableError(f"{plan_file}: its format is {version!r}, not {FORMAT!r}")
     twice: set[str] = set()
     records: dict[str, tuple[Path, Mapping[str, Any]]] = {}
     for file in (results.with_name(f"{stem}.failures.jsonl"), results):
@@ -85,7 +80,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             except (ValueError, TypeError) as error:
                 if not line.endswith(b"\n"):  # a killed process left it, or it is being written
                     return
-                raise EvaluationFileError(f"{path}, line {number}: damaged: {error}") from error
+                raise UnreadableError(f"{path}, line {number}: damaged: {error}") from error
             yield record
 
 

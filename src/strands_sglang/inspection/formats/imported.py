@@ -10,12 +10,8 @@ from typing import Any
 from ...credit import Episode
 from ...trainers.records import RecordError
 from ...trajectory.trajectory import EpisodeEnd, Trajectory
-from ..records import Group, Inspected, group_of
+from ..records import Group, Inspected, UnreadableError, group_of
 from .trajectories import inspect
-
-
-class ImportedFileError(ValueError):
-    """A file holds no episodes of a supported library."""
 
 
 def read_imported(path: Path) -> list[Group]:
@@ -23,14 +19,14 @@ def read_imported(path: Path) -> list[Group]:
 
     Raises:
         OSError: The file cannot be read.
-        ImportedFileError: It holds something else.
+        UnreadableError: It holds something else.
     """
     groups: dict[Hashable, Group] = {}
     for where, value in _values(path):
         try:
             library, episodes = _imported(value)
-        except (ImportError, ImportedFileError) as error:
-            raise ImportedFileError(f"{path}{where}: {error}") from error
+        except (ImportError, UnreadableError) as error:
+            raise UnreadableError(f"{path}{where}: {error}") from error
         except ValueError as error:  # the file is of this kind, but what it says cannot be
             name = where.strip(", ")
             kind = error.kind if isinstance(error, RecordError) else "structure"
@@ -54,13 +50,13 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
         return
     except ValueError as error:
         if path.suffix != ".jsonl":
-            raise ImportedFileError(f"{path}: not JSON, or truncated: {error}") from error
+            raise UnreadableError(f"{path}: not JSON, or truncated: {error}") from error
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
                 yield f", line {number}", json.loads(line)
             except ValueError as error:
-                raise ImportedFileError(f"{path}, line {number}: not JSON, or truncated: {error}") from error
+                raise UnreadableError(f"{path}, line {number}: not JSON, or truncated: {error}") from error
 
 
 def _imported(value: Any) -> tuple[str, list[Episode]]:
@@ -76,4 +72,4 @@ def _imported(value: Any) -> tuple[str, list[Episode]]:
         from ...trainers.verifiers import from_record
 
         return "verifiers", from_record(value)
-    raise ImportedFileError("no OpenEnv TrainingTrace, verifiers episode or trace, nor ATIF document")
+    raise UnreadableError("no OpenEnv TrainingTrace, verifiers episode or trace, nor ATIF document")

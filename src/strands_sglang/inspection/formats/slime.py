@@ -12,12 +12,8 @@ import numpy as np
 from ...credit import TrainingRow, TurnSpan
 from ...trajectory.tokens import TokenManager
 from ...trajectory.trajectory import EpisodeEnd, Trajectory
-from ..records import Group, Inspected, TokenSequence, group_of
+from ..records import Group, Inspected, TokenSequence, UnreadableError, group_of
 from .steps import turns_of_row
-
-
-class DumpFileError(ValueError):
-    """A file is not a slime rollout dump, or cannot be read without running code that is in it."""
 
 
 def read_dump(path: Path) -> list[Group]:
@@ -25,12 +21,12 @@ def read_dump(path: Path) -> list[Group]:
 
     Raises:
         OSError: The file cannot be read.
-        DumpFileError: It is not a rollout dump.
+        UnreadableError: It is not a rollout dump.
     """
     try:
         import torch
     except ModuleNotFoundError as error:
-        raise DumpFileError(f"{path}: a rollout dump of slime needs PyTorch: pip install torch") from error
+        raise UnreadableError(f"{path}: a rollout dump of slime needs PyTorch: pip install torch") from error
     groups: dict[Hashable, Group] = {}
     episodes: dict[tuple[str, Any], Inspected] = {}
     try:
@@ -47,7 +43,7 @@ def read_dump(path: Path) -> list[Group]:
         raise
     except Exception as error:  # a pickle of anything
         what = str(error).strip().splitlines() or [""]
-        raise DumpFileError(f"{path}: not a slime rollout dump: {type(error).__name__}: {what[0][:200]}") from error
+        raise UnreadableError(f"{path}: not a slime rollout dump: {type(error).__name__}: {what[0][:200]}") from error
     return list(groups.values())
 
 
