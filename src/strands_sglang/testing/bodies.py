@@ -1,7 +1,7 @@
 """Response bodies of SGLang 0.5.23, key for key.
 
-Source: bodies of a real server. The only exception is `/server_info`, which has over 500 keys, nearly all of them
-launch arguments; this one has the keys about the model and its limits.
+Source: bodies of a real server. The exceptions are `/server_info`, which has over 500 keys, nearly all of them launch
+arguments, `/model_info` and `/v1/loads`; these have the keys about the model, its limits and its requests.
 """
 
 from __future__ import annotations
@@ -23,35 +23,6 @@ FLUSHED = (
     "(When there are running or waiting requests, the operation will not be performed.)\n"
 )
 FLUSH_FAILED = "Flush cache failed.\n"
-
-_EMBEDDING_OF_A_GENERATION_MODEL = {
-    "family": "none",
-    "task": "none",
-    "execution": "none",
-    "attention": "none",
-    "pooling": "model_defined",
-    "normalize": False,
-    "postprocessor": "none",
-    "tokenizer_special_tokens": "model_default",
-    "supports_dimensions": False,
-    "supports_token_embeddings": False,
-    "supports_multimodal": False,
-    "requires_embedding_flag": False,
-    "auto_enable_embedding": False,
-    "bcg_eligibility": "disabled",
-    "safe_disable_kv_cache": False,
-    "safe_disable_radix_cache": False,
-    "safe_disable_chunked_prefill": False,
-    "enabled": False,
-    "matryoshka_dimensions": [],
-    "bcg": {
-        "prefill_backend": "disabled",
-        "enabled": False,
-        "capture_token_budget": 4096,
-        "capture_batch_sizes": [4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096],
-    },
-    "cache": {"kv_cache_disabled": False, "radix_cache_disabled": False, "chunked_prefill_disabled": False},
-}
 
 
 def generation(
@@ -129,7 +100,7 @@ def aborted_in_queue(request: CheckedRequest, rid: str, weight_version: str, lat
 
 
 def model_info(model_path: str, weight_version: str) -> dict[str, Any]:
-    """Return the body of `/model_info`."""
+    """Return the body of `/model_info`, a part of the real one."""
     return {
         "model_path": model_path,
         "served_model_name": model_path,
@@ -145,7 +116,6 @@ def model_info(model_path: str, weight_version: str) -> dict[str, Any]:
         "has_audio_understanding": False,
         "model_type": "scripted",
         "architectures": ["ScriptedForCausalLM"],
-        "embedding": _EMBEDDING_OF_A_GENERATION_MODEL,
     }
 
 
@@ -179,7 +149,7 @@ def models(model_path: str, context_length: int) -> dict[str, Any]:
 
 
 def loads(running: int, waiting: int, used_tokens: int, queued_tokens: int, max_running: int) -> dict[str, Any]:
-    """Return the body of `/v1/loads`; other numbers than these are not emulated.
+    """Return the body of `/v1/loads`, a part of the real one.
 
     Args:
         running: Number of running requests.
@@ -197,27 +167,9 @@ def loads(running: int, waiting: int, used_tokens: int, queued_tokens: int, max_
         "num_used_tokens": used_tokens,
         "num_total_tokens": used_tokens + queued_tokens,
         "num_active_tokens": used_tokens + queued_tokens,
-        "num_prealloc_ready_tokens": 0,
         "max_total_num_tokens": TOKEN_CAPACITY,
         "max_running_requests": max_running,
         "token_usage": round(used_tokens / TOKEN_CAPACITY, 4),
-        "gen_throughput": 0.0,
-        "cache_hit_rate": 0.0,
-        "utilization": 0.0,
-        "total_prefill_uncached_tokens": 0,
-        "total_prefill_busy_us": 0,
-        "decode_moments": [0.0] * 6,
-        "memory": {"weight_gb": 0.0, "kv_cache_gb": 0.0, "graph_gb": 0.0, "token_capacity": TOKEN_CAPACITY},
-        "disaggregation": {
-            "mode": "null",
-            "prefill_bootstrap_queue_reqs": 0,
-            "prefill_inflight_queue_reqs": 0,
-            "decode_prealloc_queue_reqs": 0,
-            "decode_transfer_queue_reqs": 0,
-            "decode_retracted_queue_reqs": 0,
-            "kv_transfer_speed_gb_s": 0.0,
-            "kv_transfer_latency_ms": 0.0,
-        },
         "queues": {"waiting": waiting, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
     }
     return {
