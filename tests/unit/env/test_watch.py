@@ -42,18 +42,33 @@ from strands_sglang import Outage
 from strands_sglang.credit import TrainingRows
 from strands_sglang.shown import visible
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
-from support.environments import StubEnvironment, sample, step_result, tasks
+from support.environments import StubEnvironment, lines, sample, step_result, tasks
 
 # --- reading what was added ---
+
+
+LOST = step_result(None, reason="infrastructure_error")
+
+
+def evaluate(folder, results, count, samples=1, **settings):
+    """Run an evaluation whose episodes have these results, the last one again and again."""
+    left = [*results]
+    stub = StubEnvironment(lambda action: left.pop(0) if len(left) > 1 else left[0])
+    asyncio.run(Evaluator(stub.factory, samples, output_path=folder, **settings).run(tasks(count)))
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """The folder of a finished evaluation with dropped samples, and the bytes of its results."""
     folder = tmp_path_factory.mktemp("written")
-    results = iter([step_result(1.0), step_result(0.0), step_result(None, reason="infrastructure_error")] * 4)
-    asyncio.run(Evaluator(StubEnvironment(lambda a: next(results)).factory, 3, output_path=folder).run(tasks(4)))
+    evaluate(folder, [step_result(1.0), step_result(0.0), LOST] * 4, 4, 3)
     return folder
+
+
+@pytest.fixture
+def copied(written, tmp_path):
+    """A copy of `written`, in which a test may change files."""
+    return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
 
 
 @settings(max_examples=30, deadline=None)
@@ -74,23 +89,19 @@ def test_a_reader_sees_what_a_fresh_one_sees(written, tmp_path_factory, data):
 
 
 def test_samples_of_a_larger_run_are_seen(tmp_path):
-    stub = StubEnvironment()
-    asyncio.run(Evaluator(stub.factory, 1, output_path=tmp_path).run(tasks(2)))
+    evaluate(tmp_path, [step_result()], 2)
     reader = ResultsReader(tmp_path)
     assert sum(map(len, reader.read()[1].values())) == 2
-    asyncio.run(Evaluator(stub.factory, 3, output_path=tmp_path).run(tasks(2)))
+    evaluate(tmp_path, [step_result()], 2, 3)
     assert sum(map(len, reader.read()[1].values())) == 6
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_folder_that_was_started_afresh_is_read_afresh(tmp_path, count):
     def run(outcomes):
-        results = iter(outcomes * 3)
-        play = StubEnvironment(lambda action: next(results)).factory
-        asyncio.run(Evaluator(play, output_path=tmp_path / "out").run(tasks(len(outcomes) * 3)))
+        evaluate(tmp_path / "out", outcomes * 3, len(outcomes) * 3)
 
-    lost = step_result(None, reason="infrastructure_error")
-    run([step_result(0.0), lost])
+    run([step_result(0.0), LOST])
     reader = ResultsReader(tmp_path / "out")
     reader.read()
     before = reader.state
@@ -99,34 +110,55 @@ def test_a_folder_that_was_started_afresh_is_read_afresh(tmp_path, count):
     assert reader.read() == read_results(tmp_path / "out") and reader.state != before
 
 
-def test_a_damaged_line_is_an_error_with_its_place(written, tmp_path, capsys):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    reader = ResultsReader(tmp_path)
+def test_a_damaged_line_is_an_error_with_its_place(copied, capsys):
+    reader = ResultsReader(copied)
     reader.read()
-    size = (tmp_path / "results.jsonl").stat().st_size
-    with (tmp_path / "results.jsonl").open("ab") as file:
+    size = (copied / "results.jsonl").stat().st_size
+    with (copied / "results.jsonl").open("ab") as file:
         file.write(b"{broken\n")
     with pytest.raises(CheckpointError, match=f"byte {size}: damaged"):
         reader.read()
-    assert main(["watch", str(tmp_path)]) == 2
+    assert main(["watch", str(copied)]) == 2
     assert "damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("end", [b"{broken\n", b""], ids=["damaged", "not complete"])
-def test_what_replaces_a_file_that_was_not_read_to_its_end_is_read_whole(end, written, tmp_path):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "results.jsonl"
+def test_what_replaces_a_file_that_was_not_read_to_its_end_is_read_whole(end, copied):
+    file = copied / "results.jsonl"
     whole = file.read_bytes()
     lines = whole.splitlines(keepends=True)
     file.write_bytes(lines[0] + end if end else lines[0].rstrip(b"\n"))
-    reader = ResultsReader(tmp_path)
+    reader = ResultsReader(copied)
     with contextlib.suppress(CheckpointError):
         reader.read()
     file.write_bytes(b"".join(lines[1:]))
-    assert reader.read() == read_results(tmp_path)
+    assert reader.read() == read_results(copied)
 
 
 # --- what it shows ---
+
+
+def look(folder, at=None):
+    """The view of a run, now or at another time."""
+    return open_run(folder)(time.time() if at is None else at)
+
+
+def replan(folder, **changes):
+    """Change the plan of an evaluation."""
+    plan = folder / "results.run.json"
+    plan.write_text(json.dumps({**json.loads(plan.read_bytes()), **changes}))
+
+
+def rewrite(folder, records):
+    """Replace the results of an evaluation, as its writer writes them."""
+    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+    (folder / "results.jsonl").write_text(text)
+
+
+def shown_by(capsys, *command, code=0):
+    """The output of a command in one line."""
+    assert main(list(map(str, command))) == code
+    return " ".join(capsys.readouterr().out.split())
 
 
 def status_of(folder, running, *, left=40, seconds=0, outages=()):
@@ -176,31 +208,29 @@ def test_the_bar_of_the_command_has_the_same_remaining_time(written, tmp_path, m
     """Two slots; the time is known once both have ended, and there are two results of the last minutes."""
     folder = shutil.copytree(written, tmp_path / "run")
     (folder / "results.failures.jsonl").unlink()
-    records = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    records = lines(folder / "results.jsonl")
     start, now = 1_800_000_000.0, 1_800_000_500.0
     os.utime(folder / "results.run.json", (start,) * 2)
-    running, lines, left = {"a #0": now - 20, "b #0": now - 10}, [], []
+    running, left = {"a #0": now - 20, "b #0": now - 10}, []
     with Progress("sums", 12, [], running=running, shown=True) as progress:
         for number, ended_at in enumerate((start + 100, start + 410, start + 440, start + 470)):
-            lines.append(json.dumps({**records[number], "ended_at": ended_at}, separators=(",", ":")) + "\n")
-            (folder / "results.jsonl").write_text("".join(lines))
+            records[number]["ended_at"] = ended_at
+            rewrite(folder, records[: number + 1])
             status = {"began": running, "left": 11 - number, "outages": []}
             (folder / "results.status.json").write_text(json.dumps(status))
             os.utime(folder / "results.status.json", (now,) * 2)
             monkeypatch.setattr(time, "time", lambda: ended_at)  # noqa: B023
             progress.add(sample(1.0))
             monkeypatch.setattr(time, "time", lambda: now)
-            shown = EvaluationView(folder)(now).lines[0]
+            shown = look(folder, now).lines[0]
             left.append((str(progress).split("<")[1].split(",")[0], re.findall("[^,]+ left|last", shown)[0].strip()))
     assert left == [("?", "last"), ("?", "last"), ("13:30", "13 min left"), ("06:00", "6 min 00 s left")]
 
 
 @pytest.mark.parametrize(("lost", "first"), [(1, ["pass@1"]), (0, ["pass@1", "avg@4", "pass@2", "pass^2"])])
 def test_the_view_leaves_out_the_metrics_of_some_prompts_only(lost, first, tmp_path):
-    results = iter([step_result(1.0)] * (8 - 4 * lost) + [step_result(None, reason="infrastructure_error")] * 4 * lost)
-    stub = StubEnvironment(lambda action: next(results))
-    asyncio.run(Evaluator(stub.factory, 4, max_concurrency=1, output_path=tmp_path).run(tasks(2)))
-    shown = EvaluationView(tmp_path)(time.time()).lines
+    evaluate(tmp_path, [step_result(1.0)] * (8 - 4 * lost) + [LOST] * 4 * lost, 2, 4, max_concurrency=1)
+    shown = look(tmp_path).lines
     table = shown[next(at for at, line in enumerate(shown) if line.startswith("metric ")) + 1 :]
     assert [line.split()[0] for line in table[: len(first)]] == first and (not lost or not table[1])
 
@@ -225,7 +255,7 @@ def test_an_evaluation_is_shown_with_the_numbers_of_its_report(written, capsys):
 
 
 def test_the_view_begins_with_the_score_and_the_last_failure(written, capsys):
-    shown = EvaluationView(written)(time.time())
+    shown = look(written)
     assert main(["report", str(written), "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)
     assert shown.headline == "pass@1 {pass@1:.3f}, {pass@1_low:.3f} to {pass@1_high:.3f}".format_map(metrics)
@@ -241,23 +271,18 @@ def test_the_view_begins_with_the_score_and_the_last_failure(written, capsys):
     assert not any(codes == "31" and "━" in text for codes, text in colored)
 
 
-@pytest.mark.parametrize("outcomes", [[], ["infrastructure_error"]])
-def test_without_a_finished_sample_there_is_no_score(tmp_path, outcomes, capsys):
-    results = iter([step_result(None, reason=reason) for reason in outcomes])
-    asyncio.run(
-        Evaluator(StubEnvironment(lambda a: next(results)).factory, output_path=tmp_path).run(tasks(1)[: len(outcomes)])
-    )
-    assert EvaluationView(tmp_path)(time.time()).headline == ""
-    assert main(["watch", str(tmp_path)]) == len(outcomes) and "pass@1 nan" not in capsys.readouterr().out
+@pytest.mark.parametrize("count", [0, 1])
+def test_without_a_finished_sample_there_is_no_score(tmp_path, count, capsys):
+    evaluate(tmp_path, [LOST], count)
+    assert look(tmp_path).headline == ""
+    assert "pass@1 nan" not in shown_by(capsys, "watch", tmp_path, code=count)
 
 
 def test_a_long_error_keeps_its_end(tmp_path, capsys):
     error = "cannot connect to host " + "x " * 100 + "('127.0.0.1', 30000)"
-    stub = StubEnvironment(lambda action: step_result(None, reason="infrastructure_error", error=error))
-    asyncio.run(Evaluator(stub.factory, output_path=tmp_path).run(tasks(1)))
+    evaluate(tmp_path, [step_result(None, reason="infrastructure_error", error=error)], 1)
     for command, code in (("report", 0), ("watch", 1)):
-        assert main([command, str(tmp_path)]) == code
-        told = " ".join(capsys.readouterr().out.split())
+        told = shown_by(capsys, command, tmp_path, code=code)
         assert "cannot connect to host" in told and " … " in told and "('127.0.0.1', 30000)" in told
 
 
@@ -265,7 +290,7 @@ def test_samples_that_run_or_wait_are_not_dropped(tmp_path, monkeypatch, capsys)
     """Of 8 samples 2 are done and 1 is dropped, 2 run and 3 wait."""
     silent = [Outage("http://one", 40.0, 6, 47.0), Outage("http://two", 30.0)]
     monkeypatch.setattr("strands_env.eval.evaluator.outages", lambda: silent)
-    results = iter([step_result(1.0), step_result(0.0), step_result(None, reason="infrastructure_error")])
+    results = iter([step_result(1.0), step_result(0.0), LOST])
 
     async def run():
         both, looked = asyncio.Event(), asyncio.Event()
@@ -286,7 +311,7 @@ def test_samples_that_run_or_wait_are_not_dropped(tmp_path, monkeypatch, capsys)
         await both.wait()
         while (status := read_status(tmp_path)) is None or [*status.began] != ["t1 #1", "t2 #0"]:
             await asyncio.sleep(0.01)
-        shown = EvaluationView(tmp_path)(time.time())
+        shown = look(tmp_path)
         looked.set()
         await evaluation
         return shown
@@ -300,18 +325,15 @@ def test_samples_that_run_or_wait_are_not_dropped(tmp_path, monkeypatch, capsys)
         f"http://{name} has not answered for {what}" for name, what in zip(("one", "two"), told, strict=True)
     ]
     assert "left" not in shown.lines[0] and read_status(tmp_path) is None
-    assert main(["report", str(tmp_path)]) == 0
-    assert "7 done, 1 dropped" in capsys.readouterr().out
+    assert "7 done, 1 dropped" in shown_by(capsys, "report", tmp_path)
 
 
-def test_a_small_terminal_shows_what_runs_the_score_and_the_outage_first(written, tmp_path, monkeypatch):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    plan = json.loads((tmp_path / "results.run.json").read_text())
-    (tmp_path / "results.run.json").write_text(json.dumps({**plan, "n_samples_per_prompt": 20}))
-    status_of(tmp_path, 3, outages=["http://one has not answered for 40 s: 6 samples wait; next dropped in 9 s"])
+def test_a_small_terminal_shows_what_runs_the_score_and_the_outage_first(copied, monkeypatch):
+    replan(copied, n_samples_per_prompt=20)
+    status_of(copied, 3, outages=["http://one has not answered for 40 s: 6 samples wait; next dropped in 9 s"])
     monkeypatch.setattr("strands_sglang.terminal.width", lambda: 60)
     console = Console(file=io.StringIO(), width=60, height=20, force_terminal=True, color_system=None)
-    with Live(EvaluationView(tmp_path)(time.time()), console=console, screen=True, auto_refresh=False) as live:
+    with Live(look(copied), console=console, screen=True, auto_refresh=False) as live:
         live.refresh()
     drawn = console.file.getvalue().split("\x1b[H")[-1].splitlines()
     assert len(drawn) == 20 and all(len(re.sub(r"\x1b\S*?[a-zA-Z]", "", line)) <= 60 for line in drawn)
@@ -327,119 +349,104 @@ def test_a_small_terminal_shows_what_runs_the_score_and_the_outage_first(written
 def test_the_steps_of_a_training_run_fit_a_narrow_terminal(columns, tmp_path, monkeypatch):
     monkeypatch.setattr("strands_sglang.terminal.width", lambda: columns)
     folder = training(tmp_path, [(n, 0.1234567 * n, 60) for n in range(1, 30)])
-    lines = open_run(folder)(time.time()).lines
+    lines = look(folder).lines
     assert max(map(len, lines)) <= columns and any(line.startswith("reward 3.58, ") for line in lines)
 
 
-def test_the_title_has_the_time_that_a_run_takes(written, tmp_path):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    results = tmp_path / "results.jsonl"
-    records = [json.loads(line) for line in results.read_text().splitlines()]
-    (tmp_path / "results.failures.jsonl").unlink()
+def test_the_title_has_the_time_that_a_run_takes(copied):
+    results = copied / "results.jsonl"
+    records = lines(results)
+    (copied / "results.failures.jsonl").unlink()
     began = min(one["ended_at"] - one["seconds"] for one in records)
-    status_of(tmp_path, 3)
-    os.utime(tmp_path / "results.status.json", (began + 3900,) * 2)
-    assert EvaluationView(tmp_path)(began).title == "evaluation: 4 prompts x 3 samples, 1 h 05 min so far"
-    older = [{**record, "ended_at": None} for record in records]
-    results.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in older))
-    assert EvaluationView(tmp_path)(began).title == "evaluation: 4 prompts x 3 samples"
+    status_of(copied, 3)
+    os.utime(copied / "results.status.json", (began + 3900,) * 2)
+    assert look(copied, began).title == "evaluation: 4 prompts x 3 samples, 1 h 05 min so far"
+    rewrite(copied, [{**record, "ended_at": None} for record in records])
+    assert look(copied, began).title == "evaluation: 4 prompts x 3 samples"
     results.write_text("")
-    os.utime(tmp_path / "results.run.json", (began + 60,) * 2)
-    assert EvaluationView(tmp_path)(began).title.endswith(", 1 h 04 min so far")
-    asyncio.run(Evaluator(StubEnvironment().factory, output_path=tmp_path / "whole").run(tasks(1)))
-    assert EvaluationView(tmp_path / "whole")(time.time()).title == "evaluation: 1 prompt x 1 sample, took 0 s"
+    os.utime(copied / "results.run.json", (began + 60,) * 2)
+    assert look(copied, began).title.endswith(", 1 h 04 min so far")
+    evaluate(copied / "whole", [step_result()], 1)
+    assert look(copied / "whole").title == "evaluation: 1 prompt x 1 sample, took 0 s"
 
 
-def test_the_pause_before_a_resume_is_no_time_of_the_run(written, tmp_path):
+def test_the_pause_before_a_resume_is_no_time_of_the_run(copied):
     """Three hours ago 4 samples ended in a process, and two minutes ago another one began."""
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     now = time.time()
-    records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    (tmp_path / "results.failures.jsonl").unlink()
+    records = lines(copied / "results.jsonl")
+    (copied / "results.failures.jsonl").unlink()
     ends = [now - 10800] * 4 + [now - 90, now - 60, now - 30]
-    text = "".join(
-        json.dumps({**one, "ended_at": at}, separators=(",", ":")) + "\n"
-        for one, at in zip(records, ends, strict=False)
-    )
-    (tmp_path / "results.jsonl").write_text(text)
-    os.utime(tmp_path / "results.run.json", (now - 120,) * 2)
-    status_of(tmp_path, 2, left=5, seconds=20)
-    shown = EvaluationView(tmp_path)(now)
+    rewrite(copied, [{**one, "ended_at": at} for one, at in zip(records, ends, strict=False)])
+    os.utime(copied / "results.run.json", (now - 120,) * 2)
+    status_of(copied, 2, left=5, seconds=20)
+    shown = look(copied, now)
     assert shown.title.endswith(", 2 min 00 s so far since it was resumed")
     assert shown.lines[0].startswith("1.3 samples a minute, 3 min 45 s left, last result 30 s ago")
-    status_of(tmp_path, 4, left=5, seconds=20)  # not each slot has ended once in this process
-    assert " left" not in EvaluationView(tmp_path)(now).lines[0]
+    status_of(copied, 4, left=5, seconds=20)  # not each slot has ended once in this process
+    assert " left" not in look(copied, now).lines[0]
 
 
-def test_samples_that_hang_are_an_alarm_and_there_is_no_time_left(written, tmp_path):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    status_of(tmp_path, 2, left=2, seconds=240)
-    shown = EvaluationView(tmp_path)(time.time())
+def test_samples_that_hang_are_an_alarm_and_there_is_no_time_left(copied):
+    status_of(copied, 2, left=2, seconds=240)
+    shown = look(copied)
     assert shown.alarms == ["2 samples may hang: running for 4 min 00 s or more, the slowest that ended took 0 s"]
     assert "episode_timeout" in shown.next
-    status_of(tmp_path, 2, left=2, seconds=240, outages=["http://one is silent"])
-    view = EvaluationView(tmp_path)
+    status_of(copied, 2, left=2, seconds=240, outages=["http://one is silent"])
+    view = EvaluationView(copied)
     assert view(time.time()).alarms == ["http://one is silent"]
-    status_of(tmp_path, 2, left=2, seconds=240)
+    status_of(copied, 2, left=2, seconds=240)
     assert view(time.time() + 1).alarms == []  # they waited for the server
     assert " left" not in "\n".join(shown.lines)
-    (tmp_path / "results.jsonl").write_text("")
-    (tmp_path / "results.failures.jsonl").unlink()
-    started = EvaluationView(tmp_path)(time.time())
+    (copied / "results.jsonl").write_text("")
+    (copied / "results.failures.jsonl").unlink()
+    started = look(copied)
     assert started.alarms == [] and started.lines[0].startswith("running longest: gsm-0000 #0 4 min 00 s")
-    status_of(tmp_path, 2, left=2, seconds=1860)
-    started = EvaluationView(tmp_path)(time.time())
+    status_of(copied, 2, left=2, seconds=1860)
+    started = look(copied)
     assert started.alarms == ["2 samples may hang: running for 31 min or more, none has ended yet"]
     assert re.fullmatch(r"last result \d+ s ago", shown.lines[0])
     assert shown.lines[1] == "running longest: gsm-0000 #0 4 min 00 s, gsm-0001 #0 4 min 00 s" and not shown.has_stopped
-    status_of(tmp_path, 2, left=2, seconds=20)
-    shown = EvaluationView(tmp_path)(time.time())
+    status_of(copied, 2, left=2, seconds=20)
+    shown = look(copied)
     assert shown.alarms == [] and shown.lines[0].startswith("running longest: gsm-0000 #0 20 s")
-    status_of(tmp_path, 2, left=2, seconds=1860, outages=["http://one has not answered"])
-    shown = EvaluationView(tmp_path)(time.time())
+    status_of(copied, 2, left=2, seconds=1860, outages=["http://one has not answered"])
+    shown = look(copied)
     assert shown.alarms == ["http://one has not answered"]  # why they wait
     assert shown.next == "check the server, or start it again at the same address"
 
 
-def test_long_episodes_do_not_hang_after_a_short_one(written, tmp_path):
+def test_long_episodes_do_not_hang_after_a_short_one(copied):
     """Of more slots than samples have ended, the slow ones are not known."""
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    status_of(tmp_path, 9, left=9, seconds=200)
-    assert EvaluationView(tmp_path)(time.time()).alarms == []
+    status_of(copied, 9, left=9, seconds=200)
+    assert look(copied).alarms == []
 
 
-def test_slots_are_counted_while_the_status_is_older_than_the_results(written, tmp_path):
+def test_slots_are_counted_while_the_status_is_older_than_the_results(written, copied):
     """Of 8 slots 3 have ended since the status was written: each has another sample."""
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    plan = json.loads((tmp_path / "results.run.json").read_text())
-    (tmp_path / "results.run.json").write_text(json.dumps({**plan, "n_samples_per_prompt": 20}))
+    replan(copied, n_samples_per_prompt=20)
     _, results = read_results(written)
     names = [one.name for samples in results.values() for one in samples if one.is_finished][:3]
     began = dict.fromkeys([*names, *(f"x #{n}" for n in range(5))], 1.0) | {f"x #{n}": time.time() for n in range(5)}
     status = {"began": began, "left": 75, "outages": []}
-    (tmp_path / "results.status.json").write_text(json.dumps(status))
-    shown = EvaluationView(tmp_path)(time.time())
+    (copied / "results.status.json").write_text(json.dumps(status))
+    shown = look(copied)
     assert "counts: 4 prompts, 8 done, 8 running, 64 waiting" in shown.lines
 
 
 def test_an_evaluation_whose_errored_samples_run_again_is_not_done(tmp_path, capsys):
-    stub = StubEnvironment(lambda action: step_result(None, error="boom"))
-    asyncio.run(Evaluator(stub.factory, output_path=tmp_path).run(tasks(2)))
-    assert main(["watch", str(tmp_path)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    evaluate(tmp_path, [step_result(None, error="boom")], 2)
+    told = shown_by(capsys, "watch", tmp_path)
     assert "counts: 2 prompts, 2 done (2 errored)" in told
     assert f"done; next: run the same command again with --retry-errors, or strands-env report {tmp_path}" in told
     status_of(tmp_path, 1, left=1)
-    assert not EvaluationView(tmp_path)(time.time()).is_over
+    assert not look(tmp_path).is_over
 
 
 def test_an_evaluation_that_stopped_after_failures_says_why(tmp_path):
-    results = iter([step_result(1.0), *[step_result(None, reason="infrastructure_error", error="no route")] * 3])
-    stub = StubEnvironment(lambda action: next(results))
-    evaluator = Evaluator(stub.factory, output_path=tmp_path, max_concurrency=1, stop_after_failures=2)
+    lost = step_result(None, reason="infrastructure_error", error="no route")
     with contextlib.suppress(EvaluationStoppedError):
-        asyncio.run(evaluator.run(tasks(6)))
-    shown = EvaluationView(tmp_path)(time.time())
+        evaluate(tmp_path, [step_result(1.0), lost], 6, max_concurrency=1, stop_after_failures=2)
+    shown = look(tmp_path)
     told = "no process runs this evaluation now: 1 of 6 scored"
     assert (
         shown.alarms == [told, "last failure 0 s ago: t2 #0: no route"]
@@ -456,25 +463,22 @@ def test_an_evaluation_that_stopped_after_failures_says_why(tmp_path):
     ],
 )
 def test_the_headline_says_how_many_prompts_it_has(tmp_path, rewards, told):
-    lost = {"reason": "infrastructure_error"}
-    results = iter([step_result(reward, **(lost if reward is None else {})) for reward in rewards])
-    stub = StubEnvironment(lambda action: next(results))
-    asyncio.run(Evaluator(stub.factory, max_concurrency=1, output_path=tmp_path).run(tasks(len(rewards))))
-    assert EvaluationView(tmp_path)(time.time()).headline == told
+    results = [LOST if reward is None else step_result(reward) for reward in rewards]
+    evaluate(tmp_path, results, len(rewards), max_concurrency=1)
+    assert look(tmp_path).headline == told
 
 
-def test_dropped_samples_that_this_run_does_not_retry_take_no_time(written, tmp_path):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+def test_dropped_samples_that_this_run_does_not_retry_take_no_time(written, copied):
     last = max(one.ended_at for samples in read_results(written)[1].values() for one in samples)
     told = []
     for left in (4, 8):
-        status_of(tmp_path, 1, left=left, seconds=-280)
-        told.append(EvaluationView(tmp_path)(last + 280).lines[0])
+        status_of(copied, 1, left=left, seconds=-280)
+        told.append(look(copied, last + 280).lines[0])
     assert ", 2 min 40 s left" in told[0] and ", 5 min 20 s left" in told[1]
 
 
 def test_an_evaluation_that_ended_with_dropped_samples_says_how_to_go_further(written, capsys):
-    shown = EvaluationView(written)(time.time())
+    shown = look(written)
     assert shown.alarms[0].startswith("ended after 0 s: 8 of 12 scored") and shown.is_over and shown.has_stopped
     assert shown.next == "run the same command again to continue"
     assert shown.title.endswith(", took 0 s") and shown.headline.startswith("pass@1")
@@ -498,30 +502,28 @@ def test_an_alarm_is_shown_whole(monkeypatch):
     assert words.endswith(f"{''.join(told.split())}next:look") and max(map(len, shown)) <= 60
 
 
-def test_an_evaluation_that_was_killed_is_not_said_to_run(written, tmp_path):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    status = status_of(tmp_path, 3)
-    assert EvaluationView(tmp_path)(time.time()).alarms == []
+def test_an_evaluation_that_was_killed_is_not_said_to_run(copied):
+    status = status_of(copied, 3)
+    assert look(copied).alarms == []
     os.utime(status, (time.time() - 60,) * 2)
-    shown = EvaluationView(tmp_path)(time.time())
+    shown = look(copied)
     assert shown.alarms[0].startswith("ended after") and shown.is_over and "left" not in shown.lines[0]
-    results = tmp_path / "results.jsonl"
+    results = copied / "results.jsonl"
     results.write_bytes(b"".join(results.read_bytes().splitlines(keepends=True)[:5]))
-    shown = EvaluationView(tmp_path)(time.time())
+    shown = look(copied)
     assert shown.alarms[0].startswith("no process runs this evaluation now: 5 of 12 scored") and shown.has_stopped
     assert not shown.is_over  # it may have been started again just now
-    assert EvaluationView(tmp_path)(time.time() + 90).is_over
+    assert look(copied, time.time() + 90).is_over
     assert "counts: 4 prompts, 5 done, 3 not run, 4 dropped" in shown.lines
 
 
 def test_nothing_is_estimated_before_each_slot_has_ended_once(written, tmp_path):
     for running, is_told in ((4, True), (40, False)):
         folder = shutil.copytree(written, tmp_path / str(running))
-        plan = json.loads((folder / "results.run.json").read_text())
-        (folder / "results.run.json").write_text(json.dumps({**plan, "n_samples_per_prompt": 20}))
+        replan(folder, n_samples_per_prompt=20)
         os.utime(folder / "results.run.json", ((written / "results.run.json").stat().st_mtime,) * 2)
         status_of(folder, running)
-        assert (" left" in EvaluationView(folder)(time.time()).lines[0]) == is_told
+        assert (" left" in look(folder).lines[0]) == is_told
 
 
 def test_a_table_leaves_out_the_columns_without_room_or_values(monkeypatch):
@@ -560,8 +562,7 @@ def test_no_text_of_a_model_reaches_the_terminal_as_it_is(tmp_path, capsys, text
 
 def test_a_terminal_may_lack_characters(tmp_path, monkeypatch):
     (tmp_path / "metrics.csv").write_text("step,reward\n1,2\n2,3\n")
-    stub = StubEnvironment(lambda action: step_result(None, error="Übung € 数"))
-    asyncio.run(Evaluator(stub.factory, output_path=tmp_path / "out").run(tasks(1)))
+    evaluate(tmp_path / "out", [step_result(None, error="Übung € 数")], 1)
     for encoding in ("ascii", "latin-1"):
         for command in (["watch", tmp_path], ["watch", tmp_path / "out"], ["report", tmp_path / "out"]):
             screen = io.TextIOWrapper(io.BytesIO(), encoding)
@@ -598,39 +599,36 @@ DEEP = "[" * 100_000
         {"prompts": {"a": 1}},
         {"config": []},
         {"benchmark": 1},
-        DEEP,
     ],
 )
-def test_a_damaged_plan_is_one_line(written, tmp_path, capsys, change):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    plan = tmp_path / "results.run.json"
-    plan.write_text(change if change is DEEP else json.dumps({**json.loads(plan.read_bytes()), **change}))
+def test_a_damaged_plan_is_one_line(copied, capsys, change):
+    replan(copied, **change)
     for command in ("report", "watch"):
-        assert main([command, str(tmp_path)]) == 2
+        assert main([command, str(copied)]) == 2
         assert re.fullmatch(r"strands-env: .*results\.run\.json: damaged: .*\n", capsys.readouterr().err)
 
 
-def test_deep_nesting_is_one_line(written, tmp_path, capsys):
-    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "results.jsonl").write_text('{"key":"x","a":' + DEEP + "]" * len(DEEP) + "}\n")
-    assert main(["report", str(tmp_path)]) == 2
-    (tmp_path / "c.json").write_text(DEEP)
-    assert main(["eval", "--config", str(tmp_path / "c.json")]) == 2
+def test_deep_nesting_is_one_line(copied, capsys):
+    (copied / "results.jsonl").write_text('{"key":"x","a":' + DEEP + "]" * len(DEEP) + "}\n")
+    assert main(["report", str(copied)]) == 2
+    (copied / "results.run.json").write_text(DEEP)
+    assert main(["report", str(copied)]) == main(["watch", str(copied)]) == 2
+    assert capsys.readouterr().err.count("results.run.json: damaged: ") == 2
+    (copied / "c.json").write_text(DEEP)
+    assert main(["eval", "--config", str(copied / "c.json")]) == 2
     for name in ("c.json", "c.jsonl"):
-        (tmp_path / name).write_text(f"{DEEP}\n")
+        (copied / name).write_text(f"{DEEP}\n")
         with pytest.raises(TaskError, match="not JSON"):
-            load_tasks(tmp_path / name)
+            load_tasks(copied / name)
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_folder_with_nothing_to_watch_is_an_error(tmp_path, capsys):
-    assert main(["watch", str(tmp_path)]) == 2
-    assert "neither results of an evaluation nor metrics.csv" in capsys.readouterr().err
-
-
-def test_a_folder_that_does_not_exist_is_an_error(tmp_path, capsys):
-    assert main(["watch", str(tmp_path / "no")]) == 2
-    assert capsys.readouterr().err.endswith("/no does not exist\n")
+@pytest.mark.parametrize(
+    ("name", "told"), [("", "neither results of an evaluation nor metrics.csv"), ("no", "/no does not exist\n")]
+)
+def test_a_folder_with_nothing_to_watch_is_an_error(tmp_path, capsys, name, told):
+    assert main(["watch", str(tmp_path / name)]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_the_text_once(written, monkeypatch, capsys):
@@ -641,8 +639,8 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_the_text_once(written, monk
 
 
 def test_an_evaluation_without_prompts_has_no_counts(tmp_path):
-    asyncio.run(Evaluator(StubEnvironment().factory, output_path=tmp_path).run([]))
-    view = EvaluationView(tmp_path)(time.time())
+    evaluate(tmp_path, [step_result()], 0)
+    view = look(tmp_path)
     assert view.title.startswith("evaluation: 0 prompts x 1 sample") and not any(
         "counts" in line for line in view.lines
     )
@@ -650,7 +648,7 @@ def test_an_evaluation_without_prompts_has_no_counts(tmp_path):
 
 def test_an_evaluation_that_has_only_begun_is_shown(written, tmp_path):
     shutil.copy(written / "results.run.json", tmp_path)
-    view = EvaluationView(tmp_path)(time.time())
+    view = look(tmp_path)
     assert (view.done, view.total, view.is_over) == (0, 12, False)
     assert view.lines[0] == "counts: 4 prompts, 12 not run"
 
@@ -670,7 +668,7 @@ def test_a_training_run_is_shown_by_step(tmp_path):
     rows = TrainingRows([], {"e1": "aborted", "e2": "aborted"}, [], {}, {}, episodes={"e1": episode})
     (folder / "steps" / "step-000003").mkdir()
     rows.save(folder / "steps" / "step-000003" / "rows.safetensors")
-    view = open_run(folder)(os.path.getmtime(folder / "metrics.csv") + 5)
+    view = look(folder, os.path.getmtime(folder / "metrics.csv") + 5)
     text = "\n".join(view.lines)
     assert (view.done, view.total, view.is_over) == (3, 6, False) and view.title.endswith(": training for 3 min 00 s")
     assert "1 min 00 s a step, 2 min 55 s left, last step 5 s ago, 10.0 trained tokens/s" in text
@@ -685,7 +683,7 @@ def test_a_training_run_is_shown_by_step(tmp_path):
 @pytest.mark.parametrize(("column", "is_told"), [("gap_stale_max", True), ("kl", False)])
 def test_columns_that_other_trainers_do_not_have_are_explained(column, is_told, tmp_path):
     (tmp_path / "metrics.csv").write_text(f"step,reward,{column}\n1,0.5,0.25\n2,0.6,0.5\n")
-    lines = open_run(tmp_path)(time.time()).lines
+    lines = look(tmp_path).lines
     told = "gap: the trainer's logprobs minus the sampler's; stale: of older weights' tokens"
     assert lines[lines.index("of 3 columns") + 1 :] == [told] * is_told
 
@@ -695,10 +693,10 @@ def test_a_trainer_that_is_dead_is_an_alarm(tmp_path, capsys):
     tmp_path.mkdir()
     folder = training(tmp_path, [(n, 0.5, 120) for n in range(1, 4)])
     at = os.path.getmtime(folder / "metrics.csv")
-    view = open_run(folder)(at + 19 * 60)
+    view = look(folder, at + 19 * 60)
     assert view.alarms == ["no step for 19 min, 2 min 00 s a step"] and view.has_stopped and not view.is_over
     assert view.next == "look at the output of the trainer"
-    view = open_run(folder)(at + 5 * 60)
+    view = look(folder, at + 5 * 60)
     assert view.alarms == [] and view.lines[0].startswith(
         "2 min 00 s a step, 4 min 00 s left, last step 5 min 00 s ago"
     )
@@ -707,16 +705,15 @@ def test_a_trainer_that_is_dead_is_an_alarm(tmp_path, capsys):
     os.utime(folder / "metrics.csv", (at - 1140,) * 2)
     (folder / "settings.json").unlink()
     (folder / "trainer.log").write_text("killed")
-    assert main(["watch", str(folder)]) == 1
-    out = " ".join(capsys.readouterr().out.split())
+    out = shown_by(capsys, "watch", folder, code=1)
     assert "no step for 19 min" in out and f"next: tail -n 50 {folder}/trainer.log" in out
 
 
 def test_a_dead_trainer_without_seconds_is_an_alarm(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,reward\n1,0.5\n2,0.5\n")
     at = os.path.getmtime(tmp_path / "metrics.csv")
-    assert open_run(tmp_path)(at + 600).alarms == []
-    view = open_run(tmp_path)(at + 2400)
+    assert look(tmp_path, at + 600).alarms == []
+    view = look(tmp_path, at + 2400)
     assert view.alarms == ["no step for 40 min"] and view.has_stopped
 
 
@@ -732,7 +729,7 @@ def test_a_dead_trainer_without_seconds_is_an_alarm(tmp_path):
 )
 def test_a_step_counts_once(tmp_path, numbers, total, done):
     folder = training(tmp_path, [(n, 0.5 + at, 60) for at, n in enumerate(numbers)], total=total)
-    view = open_run(folder)(time.time())
+    view = look(folder)
     assert (view.done, view.total, view.is_over) == (done, total, done == total)
     _, steps = read_steps(folder / "metrics.csv")
     assert len({step["step"] for step in steps}) == len(steps) and steps[-1]["reward"] == len(numbers) - 0.5
@@ -747,11 +744,11 @@ def test_a_training_run_that_is_evaluated_is_not_done(tmp_path):
     folder = training(tmp_path, [(1, 1, 1)], total=1)
     (folder / "evaluation").mkdir()
     status_of(folder, 1).rename(folder / "evaluation" / "after.status.json")
-    view = open_run(folder)(time.time() + 5000)
+    view = look(folder, time.time() + 5000)
     assert not view.is_over and view.alarms == []
     assert view.lines[0] == f"evaluating: {folder}/evaluation/after.jsonl"
     os.utime(folder / "evaluation" / "after.status.json", (1, 1))
-    assert open_run(folder)(time.time()).is_over
+    assert look(folder).is_over
 
 
 def test_other_names_of_columns_are_known(tmp_path):
@@ -760,7 +757,7 @@ def test_other_names_of_columns_are_known(tmp_path):
     rows += [[n, n * 1e-6, 9999, 0.3, n / 20, "nan" if n == 14 else 0.2, 500] for n in range(13, 27)]
     text = "".join(f"{','.join(map(str, row))}\n" for row in [names, *rows])
     (tmp_path / "metrics.csv").write_text(text)
-    view = open_run(tmp_path)(time.time())
+    view = look(tmp_path)
     assert view.headline == "train/reward_mean 1.3, best 1.3 at step 26"
     assert view.alarms == [
         "actor/kl has blown up: 9999, usually 0.01",
@@ -779,7 +776,7 @@ def test_a_run_that_diverges_is_seen(tmp_path):
     assert ranked(names, steps, ["kl"])[:6] == ["step", "reward", "kl", "loss", "clip_fraction", "gap_mean"]
     text = "".join(f"{','.join(str(step[name]) for name in names)}\n" for step in steps)
     (tmp_path / "metrics.csv").write_text(f"{','.join(names)}\n{text}")
-    view = open_run(tmp_path)(time.time())
+    view = look(tmp_path)
     assert view.headline == "reward 0.2, best 0.3 at step 2" and "of 16 columns" in view.lines
     assert view.alarms == ["kl: nan since step 3"] and view.lines[2:5] == [
         "reward 0.2, 0.1 to 0.3 so far",
@@ -816,26 +813,26 @@ def test_what_diverges_is_an_alarm(tmp_path, columns, alarms):
     rows = zip(*columns.values(), strict=False)
     text = "".join(f"{number},{','.join(map(str, row))}\n" for number, row in enumerate(rows, 1))
     (tmp_path / "metrics.csv").write_text(f"step,{','.join(columns)}\n{text}")
-    assert open_run(tmp_path)(time.time()).alarms == alarms
+    assert look(tmp_path).alarms == alarms
 
 
 def test_a_trainer_that_dies_before_its_first_step_is_an_alarm(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,reward\n")
     at = os.path.getmtime(tmp_path / "metrics.csv")
-    assert open_run(tmp_path)(at + 600).alarms == []
-    assert open_run(tmp_path)(at + 7200).alarms == ["no step yet for 2 h 00 min"]
+    assert look(tmp_path, at + 600).alarms == []
+    assert look(tmp_path, at + 7200).alarms == ["no step yet for 2 h 00 min"]
     (tmp_path / "metrics.csv").unlink()
     (tmp_path / "steps").mkdir()
     at = os.path.getmtime(tmp_path)
-    assert open_run(tmp_path)(at + 600).lines[0] == "no step yet for 10 min"
+    assert look(tmp_path, at + 600).lines[0] == "no step yet for 10 min"
     (tmp_path / "settings.json").write_text("{}")
     os.utime(tmp_path / "settings.json", (at - 7200,) * 2)
-    view = open_run(tmp_path)(at)
+    view = look(tmp_path, at)
     assert view.alarms == ["no step yet for 2 h 00 min"] and view.has_stopped
 
 
 def test_one_step_is_not_drawn(tmp_path):
-    view = open_run(training(tmp_path, [(1, 0.4375, 60)]))(time.time())
+    view = look(training(tmp_path, [(1, 0.4375, 60)]))
     assert view.headline == "reward 0.438" and not any("so far" in line or "▁" in line for line in view.lines)
 
 
@@ -855,14 +852,14 @@ def test_a_long_name_of_a_column_is_cut():
 def test_the_steps_and_plots_are_as_many_as_fit_the_terminal(tmp_path, monkeypatch):
     folder = training(tmp_path, [(n, n, n) for n in range(1, 30)], total=40)
     shown = []
-    for columns, lines in ((40, 15), (60, 20), (80, 24), (80, 40)):
-        size = os.terminal_size((columns, lines))
+    for columns, rows in ((40, 15), (60, 20), (80, 24), (80, 40)):
+        size = os.terminal_size((columns, rows))
         monkeypatch.setattr(shutil, "get_terminal_size", lambda *fallback, size=size: size)
         monkeypatch.setattr("strands_sglang.terminal.width", lambda columns=columns: columns)
-        text = open_run(folder)(time.time()).lines
-        console = Console(file=io.StringIO(), width=columns, height=lines)
-        console.print(open_run(folder)(time.time()))
-        assert len(console.file.getvalue().splitlines()) < lines
+        text = look(folder).lines
+        console = Console(file=io.StringIO(), width=columns, height=rows)
+        console.print(look(folder))
+        assert len(console.file.getvalue().splitlines()) < rows
         shown.append(
             (sum(" so far" in line for line in text), sum(re.match(r"\d+  ", line) is not None for line in text))
         )
@@ -871,7 +868,7 @@ def test_the_steps_and_plots_are_as_many_as_fit_the_terminal(tmp_path, monkeypat
 
 def test_all_steps_are_drawn_on_a_narrow_terminal(tmp_path, monkeypatch):
     monkeypatch.setattr("strands_sglang.terminal.width", lambda: 60)
-    lines = open_run(training(tmp_path, [(n, n, n) for n in range(601)], total=700))(time.time()).lines
+    lines = look(training(tmp_path, [(n, n, n) for n in range(601)], total=700)).lines
     at = lines.index("reward 600, 0 to 600 so far")
     assert [len(line) for line in lines[at + 1 : at + 3]] == [60, 60]
     assert lines[at + 1].strip()[-1] == "█" and lines[at + 2].startswith("▁")
@@ -883,16 +880,14 @@ def test_a_run_that_ended_well_says_done_and_what_to_type_next(tmp_path, steps, 
     folder = tmp_path / "a run"
     folder.mkdir()
     training(folder, [(1, 1, 1), (2, 2, 1)], total=steps)
-    assert main(["watch", str(folder)]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out = shown_by(capsys, "watch", folder)
     assert ("done" in out) == bool(told)
     assert not told or out.endswith(f"{told}strands-env track '{folder}' --to tensorboard")
 
 
 def test_an_evaluation_that_ended_well_says_done_and_what_to_type_next(tmp_path, capsys):
-    asyncio.run(Evaluator(StubEnvironment().factory, output_path=tmp_path).run(tasks(2)))
-    assert main(["watch", str(tmp_path)]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    evaluate(tmp_path, [step_result()], 2)
+    out = shown_by(capsys, "watch", tmp_path)
     assert out.endswith(f"done; next: strands-env report {tmp_path} --html --open")
 
 
@@ -908,12 +903,12 @@ def test_what_is_wrong_is_followed_by_what_to_type_next(written, tmp_path, capsy
 
 
 def test_a_finished_or_strange_training_run_is_shown(tmp_path):
-    assert open_run(training(tmp_path, [(1, 1, 1)], total=1))(time.time()).is_over
+    assert look(training(tmp_path, [(1, 1, 1)], total=1)).is_over
     (tmp_path / "settings.json").write_text("[")
     (tmp_path / "metrics.csv").write_text("")
     (tmp_path / "steps" / "step-000001").mkdir()
     (tmp_path / "steps" / "step-000001" / "rows.safetensors").write_bytes(b"torn")
-    view = open_run(tmp_path)(time.time())
+    view = look(tmp_path)
     assert (view.done, view.total) == (0, None) and any(line.startswith("step-000001:") for line in view.lines)
 
 
