@@ -8,6 +8,7 @@ import random
 import shutil
 import struct
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -51,19 +52,27 @@ def record(tokenizer, number, answers=3):
     return model.trajectory
 
 
+def write_step(folder, played):
+    """Write a step of trajectories, each with its reward and its group."""
+    (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+    episodes = []
+    for number, (trajectory, reward, group) in enumerate(played):
+        episodes.append(credit.Episode(trajectory, reward, group, f"e{number}"))
+        trajectory.save(folder / "trajectories" / f"e{number}.safetensors")
+    credit.training_rows(episodes).save(folder / "rows.safetensors")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def healthy(chatml_tokenizer, tmp_path_factory):
     """The folder of a training step: two groups of three episodes, with two rows each."""
     folder = tmp_path_factory.mktemp("step") / "step-000003"
-    (folder / "trajectories").mkdir(parents=True)
-    episodes = []
+    played = []
     for number, reward in enumerate((1.0, 0.0, 0.25, 0.5, 2.0, 0.75)):
-        trajectory = record(chatml_tokenizer, number, answers=3 if number % 2 else 2)
+        trajectory = record(chatml_tokenizer, number, answers=2 + number % 2)
         trajectory.note_end(outcome="task_complete", reward=reward)
-        episodes.append(credit.Episode(trajectory, reward, f"g{number // 3}", f"e{number}"))
-        trajectory.save(folder / "trajectories" / f"e{number}.safetensors")
-    credit.training_rows(episodes).save(folder / "rows.safetensors")
-    return folder
+        played.append((trajectory, reward, f"g{number // 3}"))
+    return write_step(folder, played)
 
 
 class Folder:
@@ -94,9 +103,35 @@ class Folder:
         own = [number for number, row in enumerate(facts["rows"]) if row["episode"] == self.episode]
         return own[self.number % len(own)]
 
+    def range(self, tensors, facts):
+        """Return where the tokens of that row are in the tensors."""
+        return tensors["row_offsets"][self.row(facts) :][:2]
+
     def turn(self, facts):
         """Return the position of an answered turn."""
         return self.random.choice([n for n, turn in enumerate(facts["turns"]) if turn["answer"]])
+
+
+PLANTED = {}
+"""How each fault is planted, and the kinds of which one is found."""
+
+
+def planted(edit, *kinds):
+    """Register a fault: a function that gets the folder, and the tensors and facts of the file that it changes."""
+
+    def note(change):
+        def plant(folder):
+            edit(folder, partial(change, folder))
+
+        PLANTED[change.__name__.removeprefix("plant_")] = plant, set(kinds)
+        return plant
+
+    return note
+
+
+in_rows = partial(planted, Folder.edit)
+in_trajectory = partial(planted, Folder.edit_trajectory)
+on_disk = partial(planted, lambda folder, change: change(None, None))
 
 
 def sampled_range(facts, position):
@@ -106,373 +141,291 @@ def sampled_range(facts, position):
     return start, start + counts[position]
 
 
-def plant_shifted_rows(folder):
-    def change(tensors, facts):
-        start, stop = tensors["row_offsets"][folder.row(facts) :][:2]
-        by = 1 if folder.number % 2 else -1
-        tensors["logprobs"][start:stop] = np.roll(tensors["logprobs"][start:stop], by)
-
-    folder.edit(change)
+@in_rows("logprobs-shifted")
+def plant_shifted_rows(folder, tensors, facts):
+    start, stop = folder.range(tensors, facts)
+    by = 1 if folder.number % 2 else -1
+    tensors["logprobs"][start:stop] = np.roll(tensors["logprobs"][start:stop], by)
 
 
-def plant_shifted_turn(folder):
-    def change(tensors, facts):
-        start, stop = sampled_range(facts, folder.turn(facts))
-        own = tensors["logprobs"][start:stop]
-        tensors["logprobs"][start:stop] = [*own[1:], own[-1]] if folder.number % 2 else [0.0, *own[:-1]]
-
-    folder.edit_trajectory(change)
+@in_trajectory("logprobs-shifted")
+def plant_shifted_turn(folder, tensors, facts):
+    start, stop = sampled_range(facts, folder.turn(facts))
+    own = tensors["logprobs"][start:stop]
+    tensors["logprobs"][start:stop] = [*own[1:], own[-1]] if folder.number % 2 else [0.0, *own[:-1]]
 
 
 def choose(folder, mask, value):
     return int(folder.random.choice(np.flatnonzero(mask == value).tolist()))
 
 
-def plant_mask_on_prompt(folder):
-    def change(tensors, facts):
-        start, stop = tensors["row_offsets"][folder.row(facts) :][:2]
-        row = facts["rows"][folder.row(facts)]
-        prompts, at = [], 0
-        for _, prompt, sampled, _ in row["spans"]:
-            prompts += range(at, at + prompt)
-            at += prompt + sampled
-        tensors["loss_mask"][start + folder.random.choice(prompts)] = 1
-
-    folder.edit(change)
+@in_rows("mask-not-sampled")
+def plant_mask_on_prompt(folder, tensors, facts):
+    start, stop = folder.range(tensors, facts)
+    row = facts["rows"][folder.row(facts)]
+    prompts, at = [], 0
+    for _, prompt, sampled, _ in row["spans"]:
+        prompts += range(at, at + prompt)
+        at += prompt + sampled
+    tensors["loss_mask"][start + folder.random.choice(prompts)] = 1
 
 
-def plant_no_mask(folder):
-    def change(tensors, facts):
-        start, stop = tensors["row_offsets"][folder.row(facts) :][:2]
-        tensors["loss_mask"][start + choose(folder, tensors["loss_mask"][start:stop], 1)] = 0
-
-    folder.edit(change)
+@in_rows("not-trained")
+def plant_no_mask(folder, tensors, facts):
+    start, stop = folder.range(tensors, facts)
+    tensors["loss_mask"][start + choose(folder, tensors["loss_mask"][start:stop], 1)] = 0
 
 
-def plant_other_id(folder):
-    def change(tensors, facts):
-        start, stop = sampled_range(facts, folder.turn(facts))
-        at = folder.random.randrange(start, stop)
-        tensors["output_ids"][at] = (tensors["output_ids"][at] + 1 + folder.number) % 300
-
-    folder.edit_trajectory(change)
+@in_trajectory("id-text")
+def plant_other_id(folder, tensors, facts):
+    start, stop = sampled_range(facts, folder.turn(facts))
+    at = folder.random.randrange(start, stop)
+    tensors["output_ids"][at] = (tensors["output_ids"][at] + 1 + folder.number) % 300
 
 
-def plant_other_id_in_row(folder):
-    def change(tensors, facts):
-        start, stop = tensors["row_offsets"][folder.row(facts) :][:2]
-        at = start + choose(folder, tensors["loss_mask"][start:stop], 1)
-        tensors["token_ids"][at] = (tensors["token_ids"][at] + 1 + folder.number) % 300
-
-    folder.edit(change)
+@in_rows("id-text")
+def plant_other_id_in_row(folder, tensors, facts):
+    start, stop = folder.range(tensors, facts)
+    at = start + choose(folder, tensors["loss_mask"][start:stop], 1)
+    tensors["token_ids"][at] = (tensors["token_ids"][at] + 1 + folder.number) % 300
 
 
-def plant_other_text(folder):
-    def change(tensors, facts):
-        answer = facts["turns"][folder.turn(facts)]["answer"]
-        at = folder.random.randrange(len(answer["text"]))
-        answer["text"] = answer["text"][:at] + "~" + answer["text"][at + 1 :]
-
-    folder.edit_trajectory(change)
+@in_trajectory("id-text")
+def plant_other_text(folder, tensors, facts):
+    answer = facts["turns"][folder.turn(facts)]["answer"]
+    at = folder.random.randrange(len(answer["text"]))
+    answer["text"] = answer["text"][:at] + "~" + answer["text"][at + 1 :]
 
 
-def plant_no_version(folder):
-    def change(tensors, facts):
-        answer = facts["turns"][folder.turn(facts)]["answer"]
-        answer["weight_versions"], answer["weight_version"] = [], None
-
-    folder.edit_trajectory(change)
+@in_trajectory("version-missing")
+def plant_no_version(folder, tensors, facts):
+    answer = facts["turns"][folder.turn(facts)]["answer"]
+    answer["weight_versions"], answer["weight_version"] = [], None
 
 
-def plant_no_version_in_row(folder):
-    def change(tensors, facts):
-        start, stop = tensors["row_offsets"][folder.row(facts) :][:2]
-        tensors["versions"][start + choose(folder, tensors["loss_mask"][start:stop], 1)] = -1
-
-    folder.edit(change)
+@in_rows("version-missing")
+def plant_no_version_in_row(folder, tensors, facts):
+    start, stop = folder.range(tensors, facts)
+    tensors["versions"][start + choose(folder, tensors["loss_mask"][start:stop], 1)] = -1
 
 
-def plant_falling_version(folder):
-    def change(tensors, facts):
-        children = [turn for turn in facts["turns"] if turn["parent"] is not None]
-        answer = folder.random.choice(children)["answer"]
-        answer["weight_versions"] = [["1", start, end] for _, start, end in answer["weight_versions"]]
-        answer["weight_version"] = answer["meta_info"]["weight_version"] = "1"
-        answer["meta_info"].pop("weight_versions", None)
-
-    folder.edit_trajectory(change)
+@in_trajectory("version-falls")
+def plant_falling_version(folder, tensors, facts):
+    children = [turn for turn in facts["turns"] if turn["parent"] is not None]
+    answer = folder.random.choice(children)["answer"]
+    answer["weight_versions"] = [["1", start, end] for _, start, end in answer["weight_versions"]]
+    answer["weight_version"] = answer["meta_info"]["weight_version"] = "1"
+    answer["meta_info"].pop("weight_versions", None)
 
 
-def plant_trained_twice(folder):
-    def change(tensors, facts):
-        own = [number for number, row in enumerate(facts["rows"]) if row["episode"] == folder.episode]
-        start, stop = tensors["row_offsets"][own[-1] :][:2]
-        span = facts["rows"][own[-1]]["spans"][0]
-        tensors["loss_mask"][start + span[1] + folder.number % span[2]] = 1
-
-    folder.edit(change)
+@in_rows("trained-twice")
+def plant_trained_twice(folder, tensors, facts):
+    own = [number for number, row in enumerate(facts["rows"]) if row["episode"] == folder.episode]
+    start, stop = tensors["row_offsets"][own[-1] :][:2]
+    span = facts["rows"][own[-1]]["spans"][0]
+    tensors["loss_mask"][start + span[1] + folder.number % span[2]] = 1
 
 
-def plant_swapped_rewards(folder):
-    def change(tensors, facts):
-        base = 3 * (folder.number % 2)
-        one, other = f"e{base + folder.number % 3}", f"e{base + (folder.number + 1) % 3}"
-        for table in (facts["rewards"],) if folder.number % 3 == 0 else (facts["rewards"], facts["advantages"]):
-            table[one], table[other] = table[other], table[one]
-        if folder.number % 3 == 2:
-            first, second = facts["episodes"][one], facts["episodes"][other]
-            first["reward"], second["reward"] = second["reward"], first["reward"]
-
-    folder.edit(change)
+@in_rows("reward-sibling")
+def plant_swapped_rewards(folder, tensors, facts):
+    base = 3 * (folder.number % 2)
+    one, other = f"e{base + folder.number % 3}", f"e{base + (folder.number + 1) % 3}"
+    for table in (facts["rewards"],) if folder.number % 3 == 0 else (facts["rewards"], facts["advantages"]):
+        table[one], table[other] = table[other], table[one]
+    if folder.number % 3 == 2:
+        first, second = facts["episodes"][one], facts["episodes"][other]
+        first["reward"], second["reward"] = second["reward"], first["reward"]
 
 
-def plant_reward_of_sibling(folder):
-    def change(tensors, facts):
-        facts["end"]["reward"] = [0.0, 0.25, 1.0, 0.75, 0.5, 2.0][int(folder.episode[1:])]
-
-    folder.edit_trajectory(change)
+@in_trajectory("reward")
+def plant_reward_of_sibling(folder, tensors, facts):
+    facts["end"]["reward"] = [0.0, 0.25, 1.0, 0.75, 0.5, 2.0][int(folder.episode[1:])]
 
 
-def plant_flat_group(folder):
-    def change(tensors, facts):
-        group = f"g{folder.number % 2}"
-        for name, own in facts["episodes"].items():
-            if own["group"] == group:
-                own["reward"] = facts["rewards"][name] = folder.number / 4
-                facts["advantages"][name] = dict.fromkeys(facts["advantages"][name], 0.0)
-        for number, row in enumerate(facts["rows"]):
-            if row["group"] == group:
-                start, stop = tensors["row_offsets"][number:][:2]
-                tensors["advantages"][start:stop] = 0.0
-
-    folder.edit(change)
-
-
-def plant_failed_reward(folder):
-    def change(tensors, facts):
-        facts["episodes"][folder.episode]["outcome"] = ("infrastructure_error", "aborted", "agent_error")[
-            folder.number % 3
-        ]
-
-    folder.edit(change)
-
-
-def plant_failed_end(folder):
-    folder.edit_trajectory(lambda tensors, facts: facts["end"].update(outcome="infrastructure_error"))
-
-
-def plant_new_root(folder):
-    """The last turn of a conversation opens a sequence, with everything before it as its prompt."""
-
-    def change(tensors, facts):
-        positions = [n for n, turn in enumerate(facts["turns"]) if turn["parent"] == 0]
-        at = positions[folder.number % len(positions)]
-        turn = facts["turns"][at]
-        sizes = [one["prompt_tokens"] for one in facts["turns"]]
-        before = sum(sizes[:at])
-        ids = [*tensors["prompt_ids"][: sizes[0]], *tensors["output_ids"][: sampled_range(facts, 0)[1]]]
-        tensors["prompt_ids"] = np.array(
-            [*tensors["prompt_ids"][:before], *ids, *tensors["prompt_ids"][before:]], tensors["prompt_ids"].dtype
-        )
-        turn["parent"], turn["prompt_tokens"] = None, turn["prompt_tokens"] + len(ids)
-        first = facts["turns"][0]
-        turn["digests"] = [*first["digests"], first["answer_digest"], *turn["digests"]]
-        turn["roles"] = [*first["roles"], "assistant", *turn["roles"]]
-        if folder.number % 2:
-            turn["reason"] = "opens a sequence: the history was rendered again"
-
-    folder.edit_trajectory(change)
-
-
-def plant_boundary(folder):
-    """A row whose boundary holds other tokens of the same text."""
-
-    def change(tensors, facts):
-        pieces = load_file(folder.path / f"trajectories/{folder.episode}.safetensors")
-        lengths = pieces["pieces.lengths"]
-        ends = np.cumsum(lengths)
-        content = pieces["pieces.bytes"].tobytes()
-        texts = {
-            int(i): content[end - length : end]
-            for i, length, end in zip(pieces["pieces.ids"], lengths, ends, strict=True)
-        }
-        number = folder.row(facts)
-        start, _ = tensors["row_offsets"][number:][:2]
-        span = facts["rows"][number]["spans"][0]
-        at = start + span[1] + span[2]  # the first prompt token of the second turn
-        assert texts[int(tensors["token_ids"][at])] == b"\n"
-        ids = tensors["token_ids"]
-        ids[at - 1], ids[at] = ids[at], ids[at - 1]
-
-    folder.edit(change)
-
-
-def plant_normalized_over_rows(folder):
-    def change(tensors, facts):
-        group = f"g{folder.number % 2}"
-        rows = [number for number, row in enumerate(facts["rows"]) if row["group"] == group]
-        # Episodes with more rows weigh more.
-        rewards = [facts["rewards"][facts["rows"][number]["episode"]] for number in rows] + [0.0] * 0
-        mean, std = np.mean(rewards), np.std(rewards, ddof=1)
-        for number, reward in zip(rows, rewards, strict=True):
+@in_rows("flat-group")
+def plant_flat_group(folder, tensors, facts):
+    group = f"g{folder.number % 2}"
+    for name, own in facts["episodes"].items():
+        if own["group"] == group:
+            own["reward"] = facts["rewards"][name] = folder.number / 4
+            facts["advantages"][name] = dict.fromkeys(facts["advantages"][name], 0.0)
+    for number, row in enumerate(facts["rows"]):
+        if row["group"] == group:
             start, stop = tensors["row_offsets"][number:][:2]
-            value = (reward - mean) / (std + 1e-6) if folder.number % 3 else (reward - mean) / 2
-            tensors["advantages"][start:stop] = np.where(tensors["loss_mask"][start:stop], value, 0.0)
-
-    folder.edit(change)
+            tensors["advantages"][start:stop] = 0.0
 
 
-def plant_other_advantage(folder):
-    def change(tensors, facts):
-        start, stop = tensors["row_offsets"][folder.row(facts) :][:2]
-        tensors["advantages"][start:stop] *= 1.5 + folder.number
-
-    folder.edit(change)
+@in_rows("reward-failure")
+def plant_failed_reward(folder, tensors, facts):
+    facts["episodes"][folder.episode]["outcome"] = ("infrastructure_error", "aborted", "agent_error")[folder.number % 3]
 
 
-def plant_missing_experts(folder):
-    def change(tensors, facts):
-        name = f"routed_experts.{folder.turn(facts)}"
-        if folder.number % 2:
-            del tensors[name]
-        else:
-            tensors[name] = np.ascontiguousarray(tensors[name][: -1 - folder.number])
-
-    folder.edit_trajectory(change)
+@in_trajectory("reward-failure")
+def plant_failed_end(folder, tensors, facts):
+    facts["end"].update(outcome="infrastructure_error")
 
 
-def plant_cut_as_complete(folder):
-    def change(tensors, facts):
-        last = facts["turns"][-1]["answer"]
-        last["finish_type"], last["stop_token_id"] = "length", None
-        last["meta_info"]["finish_reason"] = {"type": "length", "length": 40}
-
-    folder.edit_trajectory(change)
-
-
-def plant_clamped(folder):
-    folder.edit_trajectory(lambda tensors, facts: facts["turns"][folder.turn(facts)].update(clamped=False))
-
-
-def plant_clamped_answer(folder):
-    def change(tensors, facts):
-        turn = facts["turns"][folder.turn(facts)]
-        turn["clamped"] = True
-        turn["answer"].update(finish_type="length", stop_token_id=None)
-        turn["sampling_params"]["max_new_tokens"] = turn["answer"]["sampled_tokens"]
-        turn["answer"]["meta_info"]["finish_reason"] = {"type": "length"}
-
-    folder.edit_trajectory(change)
+@in_trajectory("re-rendered")
+def plant_new_root(folder, tensors, facts):
+    """The last turn of a conversation opens a sequence, with everything before it as its prompt."""
+    positions = [n for n, turn in enumerate(facts["turns"]) if turn["parent"] == 0]
+    at = positions[folder.number % len(positions)]
+    turn = facts["turns"][at]
+    sizes = [one["prompt_tokens"] for one in facts["turns"]]
+    before = sum(sizes[:at])
+    ids = [*tensors["prompt_ids"][: sizes[0]], *tensors["output_ids"][: sampled_range(facts, 0)[1]]]
+    tensors["prompt_ids"] = np.array(
+        [*tensors["prompt_ids"][:before], *ids, *tensors["prompt_ids"][before:]], tensors["prompt_ids"].dtype
+    )
+    turn["parent"], turn["prompt_tokens"] = None, turn["prompt_tokens"] + len(ids)
+    first = facts["turns"][0]
+    turn["digests"] = [*first["digests"], first["answer_digest"], *turn["digests"]]
+    turn["roles"] = [*first["roles"], "assistant", *turn["roles"]]
+    if folder.number % 2:
+        turn["reason"] = "opens a sequence: the history was rendered again"
 
 
-def plant_constrained(folder):
-    folder.edit_trajectory(lambda tensors, facts: facts["turns"][folder.turn(facts)].update(constrained=True))
+@in_rows("re-rendered", "id-text")
+def plant_boundary(folder, tensors, facts):
+    """A row whose boundary holds other tokens of the same text."""
+    pieces = load_file(folder.path / f"trajectories/{folder.episode}.safetensors")
+    lengths = pieces["pieces.lengths"]
+    ends = np.cumsum(lengths)
+    content = pieces["pieces.bytes"].tobytes()
+    texts = {
+        int(i): content[end - length : end] for i, length, end in zip(pieces["pieces.ids"], lengths, ends, strict=True)
+    }
+    number = folder.row(facts)
+    start, _ = tensors["row_offsets"][number:][:2]
+    span = facts["rows"][number]["spans"][0]
+    at = start + span[1] + span[2]  # the first prompt token of the second turn
+    assert texts[int(tensors["token_ids"][at])] == b"\n"
+    ids = tensors["token_ids"]
+    ids[at - 1], ids[at] = ids[at], ids[at - 1]
 
 
-def plant_discarded(folder):
-    folder.edit_trajectory(lambda tensors, facts: facts["turns"][-1].update(status="discarded"))
-
-
-def plant_weight(folder):
-    def change(tensors, facts):
-        count = len(facts["rows"])
-        tensors["loss_weights"] = np.array([1 / row["episode_trained"] for row in facts["rows"]], "<f8")
-        tensors["loss_weights"][folder.number % count] *= -1
-
-    folder.edit(change)
-
-
-def plant_missing_row(folder):
-    def change(tensors, facts):
-        number = folder.row(facts)
+@in_rows("advantage")
+def plant_normalized_over_rows(folder, tensors, facts):
+    group = f"g{folder.number % 2}"
+    rows = [number for number, row in enumerate(facts["rows"]) if row["group"] == group]
+    # Episodes with more rows weigh more.
+    rewards = [facts["rewards"][facts["rows"][number]["episode"]] for number in rows] + [0.0] * 0
+    mean, std = np.mean(rewards), np.std(rewards, ddof=1)
+    for number, reward in zip(rows, rewards, strict=True):
         start, stop = tensors["row_offsets"][number:][:2]
-        for name in ("token_ids", "loss_mask", "logprobs", "versions", "advantages"):
-            tensors[name] = np.delete(tensors[name], np.s_[start:stop])
-        offsets = np.delete(tensors["row_offsets"], number)
-        offsets[number:] = tensors["row_offsets"][number + 1 :] - (stop - start)
-        tensors["row_offsets"] = offsets
-        del facts["rows"][number]
-
-    folder.edit(change)
+        value = (reward - mean) / (std + 1e-6) if folder.number % 3 else (reward - mean) / 2
+        tensors["advantages"][start:stop] = np.where(tensors["loss_mask"][start:stop], value, 0.0)
 
 
-def plant_other_group(folder):
-    def change(tensors, facts):
-        row = facts["rows"][folder.row(facts)]
-        row["group"] = "g1" if row["group"] == "g0" else "g0"
-
-    folder.edit(change)
+@in_rows("advantage")
+def plant_other_advantage(folder, tensors, facts):
+    start, stop = folder.range(tensors, facts)
+    tensors["advantages"][start:stop] *= 1.5 + folder.number
 
 
-def plant_lost_file(folder):
+@in_trajectory("experts-missing")
+def plant_missing_experts(folder, tensors, facts):
+    name = f"routed_experts.{folder.turn(facts)}"
+    if folder.number % 2:
+        del tensors[name]
+    else:
+        tensors[name] = np.ascontiguousarray(tensors[name][: -1 - folder.number])
+
+
+@in_trajectory("cut-complete")
+def plant_cut_as_complete(folder, tensors, facts):
+    last = facts["turns"][-1]["answer"]
+    last["finish_type"], last["stop_token_id"] = "length", None
+    last["meta_info"]["finish_reason"] = {"type": "length", "length": 40}
+
+
+@in_trajectory("changed")
+def plant_clamped(folder, tensors, facts):
+    facts["turns"][folder.turn(facts)].update(clamped=False)
+
+
+@in_trajectory("context-clamped")
+def plant_clamped_answer(folder, tensors, facts):
+    turn = facts["turns"][folder.turn(facts)]
+    turn["clamped"] = True
+    turn["answer"].update(finish_type="length", stop_token_id=None)
+    turn["sampling_params"]["max_new_tokens"] = turn["answer"]["sampled_tokens"]
+    turn["answer"]["meta_info"]["finish_reason"] = {"type": "length"}
+
+
+@in_trajectory("not-trained", "mask-off-policy")
+def plant_constrained(folder, tensors, facts):
+    facts["turns"][folder.turn(facts)].update(constrained=True)
+
+
+@in_trajectory("mask-off-policy")
+def plant_discarded(folder, tensors, facts):
+    facts["turns"][-1].update(status="discarded")
+
+
+@in_rows("weight")
+def plant_weight(folder, tensors, facts):
+    count = len(facts["rows"])
+    tensors["loss_weights"] = np.array([1 / row["episode_trained"] for row in facts["rows"]], "<f8")
+    tensors["loss_weights"][folder.number % count] *= -1
+
+
+@in_rows("not-trained")
+def plant_missing_row(folder, tensors, facts):
+    number = folder.row(facts)
+    start, stop = tensors["row_offsets"][number:][:2]
+    for name in ("token_ids", "loss_mask", "logprobs", "versions", "advantages"):
+        tensors[name] = np.delete(tensors[name], np.s_[start:stop])
+    offsets = np.delete(tensors["row_offsets"], number)
+    offsets[number:] = tensors["row_offsets"][number + 1 :] - (stop - start)
+    tensors["row_offsets"] = offsets
+    del facts["rows"][number]
+
+
+@in_rows("group")
+def plant_other_group(folder, tensors, facts):
+    row = facts["rows"][folder.row(facts)]
+    row["group"] = "g1" if row["group"] == "g0" else "g0"
+
+
+@on_disk("structure")
+def plant_lost_file(folder, tensors, facts):
     (folder.path / "trajectories" / f"{folder.episode}.safetensors").unlink()
 
 
-def plant_two_files(folder):
+@on_disk("left-out")
+def plant_two_files(folder, tensors, facts):
     own = folder.path / "trajectories" / f"{folder.episode}.safetensors"
     shutil.copy(own, own.with_name("again.safetensors"))
 
 
-def plant_too_old(folder):
-    folder.edit(lambda tensors, facts: facts["settings"].update(version=9, max_staleness=1))
+@in_rows("left-out")
+def plant_too_old(folder, tensors, facts):
+    facts["settings"].update(version=9, max_staleness=1)
 
 
-def plant_unknown_left_out(folder):
-    folder.edit(lambda tensors, facts: facts["left_out"].update(e77="no reward"))
+@in_rows("structure")
+def plant_unknown_left_out(folder, tensors, facts):
+    facts["left_out"].update(e77="no reward")
 
 
-def plant_no_trainer_logprobs(folder):
-    folder.edit(lambda tensors, facts: tensors.update(trainer_logprobs=np.zeros(len(tensors["token_ids"]))))
+@in_rows("logprobs")
+def plant_no_trainer_logprobs(folder, tensors, facts):
+    tensors.update(trainer_logprobs=np.zeros(len(tensors["token_ids"])))
 
 
-def plant_turn_again(folder):
-    def change(tensors, facts):
-        facts["turns"][1]["index"] = facts["turns"][0]["index"]
-
-    folder.edit_trajectory(change)
+@in_trajectory("structure")
+def plant_turn_again(folder, tensors, facts):
+    facts["turns"][1]["index"] = facts["turns"][0]["index"]
 
 
-PLANTED = {
-    plant_other_group: {"group"},
-    plant_lost_file: {"structure"},
-    plant_two_files: {"left-out"},
-    plant_too_old: {"left-out"},
-    plant_unknown_left_out: {"structure"},
-    plant_no_trainer_logprobs: {"logprobs"},
-    plant_turn_again: {"structure"},
-    plant_shifted_rows: {"logprobs-shifted"},
-    plant_shifted_turn: {"logprobs-shifted"},
-    plant_mask_on_prompt: {"mask-not-sampled"},
-    plant_no_mask: {"not-trained"},
-    plant_other_id: {"id-text"},
-    plant_other_id_in_row: {"id-text"},
-    plant_other_text: {"id-text"},
-    plant_no_version: {"version-missing"},
-    plant_no_version_in_row: {"version-missing"},
-    plant_falling_version: {"version-falls"},
-    plant_trained_twice: {"trained-twice"},
-    plant_swapped_rewards: {"reward-sibling"},
-    plant_reward_of_sibling: {"reward"},
-    plant_flat_group: {"flat-group"},
-    plant_failed_reward: {"reward-failure"},
-    plant_failed_end: {"reward-failure"},
-    plant_new_root: {"re-rendered"},
-    plant_boundary: {"re-rendered", "id-text"},
-    plant_normalized_over_rows: {"advantage"},
-    plant_other_advantage: {"advantage"},
-    plant_missing_experts: {"experts-missing"},
-    plant_cut_as_complete: {"cut-complete"},
-    plant_clamped: {"changed"},
-    plant_clamped_answer: {"context-clamped"},
-    plant_constrained: {"not-trained", "mask-off-policy"},
-    plant_discarded: {"mask-off-policy"},
-    plant_weight: {"weight"},
-    plant_missing_row: {"not-trained"},
-}
+def kinds_in(path):
+    """The kinds of the findings in a file or a folder."""
+    return [finding.kind for finding in findings(read([path]))]
 
 
 def test_a_healthy_step_has_no_finding(healthy):
-    assert findings(read([healthy])) == []
+    assert kinds_in(healthy) == []
 
 
 def test_a_step_of_an_earlier_release_has_no_finding():
@@ -485,15 +438,10 @@ def test_a_step_of_an_earlier_release_has_no_finding():
 
 def step_of_groups(tokenizer, folder, *names):
     """Write a step with two episodes of each group, of rewards that differ."""
-    episodes = []
-    for number in range(2 * len(names)):
-        trajectory = record(tokenizer, number, answers=1)
-        reward = (1.0, 0.0, 0.25, 0.5, 3.0, 4.5)[number]
-        episodes.append(credit.Episode(trajectory, reward, names[number // 2], f"e{number}"))
-        (folder / "trajectories").mkdir(parents=True, exist_ok=True)
-        trajectory.save(folder / "trajectories" / f"e{number}.safetensors")
-    credit.training_rows(episodes).save(folder / "rows.safetensors")
-    return folder
+    rewards = (1.0, 0.0, 0.25, 0.5, 3.0, 4.5)
+    groups = [name for name in names for _ in range(2)]
+    played = [(record(tokenizer, n, answers=1), rewards[n], group) for n, group in enumerate(groups)]
+    return write_step(folder, played)
 
 
 def test_a_group_may_be_a_tuple(chatml_tokenizer, tmp_path):
@@ -565,7 +513,7 @@ def test_a_reward_after_a_failure_of_the_infrastructure_is_found(rollout, tmp_pa
 def test_the_name_of_an_error_tells_nothing_of_the_infrastructure(rollout, tmp_path):
     path = tmp_path / "failed.safetensors"
     write_failed(rollout, path, SGLangHTTPErrorInATool("oops"))
-    assert findings(read([path])) == []
+    assert kinds_in(path) == []
 
 
 @pytest.mark.parametrize("outcome", ["no_outcome", 3])
@@ -602,16 +550,15 @@ def test_the_template_policy_of_an_earlier_release_is_no_finding(rollout, tmp_pa
     assert findings(groups) == []
 
 
-@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__.removeprefix("plant_"))
-def test_a_planted_fault_is_found(healthy, tmp_path, plant):
+@pytest.mark.parametrize(("plant", "kinds"), PLANTED.values(), ids=PLANTED)
+def test_a_planted_fault_is_found(healthy, tmp_path, plant, kinds):
     for number in range(10):
-        folder = Folder(tmp_path / str(number), number)
-        shutil.copytree(healthy, folder.path)
+        folder = Folder(shutil.copytree(healthy, tmp_path / str(number)), number)
         plant(folder)
 
-        found = {finding.kind for finding in findings(read([folder.path]))}
+        found = set(kinds_in(folder.path))
 
-        assert found & PLANTED[plant], (number, found)
+        assert found & kinds, (number, found)
         assert found <= KINDS.keys()
 
 
@@ -624,7 +571,7 @@ def test_no_random_episode_is_accused(chatml_tokenizer, tmp_path_factory, plan):
     trajectory = player.model.trajectory
     if trajectory.turns:
         trajectory.save(folder / "episode.safetensors")
-        assert findings(read([folder / "episode.safetensors"])) == []
+        assert kinds_in(folder / "episode.safetensors") == []
 
 
 def doctor(capsys, *arguments):
@@ -635,8 +582,7 @@ def doctor(capsys, *arguments):
 
 def test_the_command_tells_each_finding_in_a_line(healthy, tmp_path, capsys):
     assert doctor(capsys, healthy)[0] == 0
-    folder = Folder(tmp_path / "step", 1)
-    shutil.copytree(healthy, folder.path)
+    folder = Folder(shutil.copytree(healthy, tmp_path / "step"), 1)
     plant_mask_on_prompt(folder)
 
     code, out, err = doctor(capsys, folder.path)
@@ -650,11 +596,7 @@ def test_the_command_tells_each_finding_in_a_line(healthy, tmp_path, capsys):
 
 
 def test_a_flat_group_is_told_and_is_no_error(chatml_tokenizer, tmp_path, capsys):
-    (tmp_path / "trajectories").mkdir()
-    episodes = [credit.Episode(record(chatml_tokenizer, n, answers=1), 0.5, "g", f"e{n}") for n in range(2)]
-    for one in episodes:
-        one.trajectory.save(tmp_path / "trajectories" / f"{one.id}.safetensors")
-    credit.training_rows(episodes).save(tmp_path / "rows.safetensors")
+    write_step(tmp_path, [(record(chatml_tokenizer, n, answers=1), 0.5, "g") for n in range(2)])
     code, out, err = doctor(capsys, tmp_path)
     assert code == 0 and out.startswith("flat-group: ") and "1 finding in 2 episodes" in out and not err
 
@@ -749,10 +691,10 @@ def change_answer(records):
     ],
 )
 def test_a_fault_in_an_evaluation_is_found(evaluated, tmp_path, change, kind):
-    assert findings(read([evaluated])) == []
+    assert kinds_in(evaluated) == []
     shutil.copytree(evaluated, tmp_path / "evaluation")
     change_records(tmp_path / "evaluation", change)
-    assert kind in {finding.kind for finding in findings(read([tmp_path / "evaluation"]))}
+    assert kind in (kinds_in(tmp_path / "evaluation"))
 
 
 def slime_samples():
@@ -789,10 +731,10 @@ def test_a_fault_in_a_dump_of_slime_is_found(tmp_path, number, changed, kind):
     torch = pytest.importorskip("torch")
     samples = slime_samples()
     torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "healthy.pt")
-    assert findings(read([tmp_path / "healthy.pt"])) == []
+    assert kinds_in(tmp_path / "healthy.pt") == []
     samples[number] |= changed
     torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
-    assert kind in {finding.kind for finding in findings(read([tmp_path / "0.pt"]))}
+    assert kind in (kinds_in(tmp_path / "0.pt"))
 
 
 def test_a_finding_names_its_place_from_the_file_to_the_tokens():
@@ -867,8 +809,7 @@ def test_no_damage_to_a_file_is_an_exception(healthy, tmp_path):
     ],
 )
 def test_a_trajectory_with_a_wrong_value_is_a_finding(healthy, tmp_path, name, value):
-    shutil.copytree(healthy, tmp_path / "step")
-    folder = Folder(tmp_path / "step", 0)
+    folder = Folder(shutil.copytree(healthy, tmp_path / "step"), 0)
 
     def plant(tensors, facts):
         turn = facts["turns"][1]
@@ -887,7 +828,7 @@ def test_any_text_and_number_of_a_call_is_healthy(rollout, tmp_path):
     agent("half of a pair: \ud800 and 1e400")
     model.trajectory.note_end(outcome="task_complete", reward=np.float32(0.1), turn_rewards={0: 1})
     model.trajectory.save(tmp_path / "one.safetensors")
-    assert findings(read([tmp_path / "one.safetensors"])) == []
+    assert kinds_in(tmp_path / "one.safetensors") == []
 
 
 def test_an_episode_that_goes_on_after_its_end_is_healthy(rollout, tmp_path):
@@ -898,7 +839,7 @@ def test_an_episode_that_goes_on_after_its_end_is_healthy(rollout, tmp_path):
     model.trajectory.save(tmp_path / "one.safetensors")
     agent("r")
     model.trajectory.save(tmp_path / "one.safetensors")
-    assert findings(read([tmp_path / "one.safetensors"])) == []
+    assert kinds_in(tmp_path / "one.safetensors") == []
 
 
 @pytest.mark.parametrize("loss", ["trl:bnpo", "verl:token-mean"])
@@ -908,30 +849,31 @@ def test_weights_of_a_smaller_micro_batch_are_healthy(healthy, tmp_path, loss):
     for row, weight in zip(rows, rows.weights("token_mean", loss, micro_batches=split), strict=True):
         object.__setattr__(row, "loss_weight", weight)
     rows.save(tmp_path / "rows.safetensors")
-    assert findings(read([tmp_path])) == []  # also without the trajectories, which hold the versions of shared tokens
+    assert kinds_in(tmp_path) == []  # also without the trajectories, which hold the versions of shared tokens
 
 
 def write_asked(folder, rollout, asked):
     """Write a step of episodes, each with its question and its group."""
-    (folder / "trajectories").mkdir()
-    episodes = []
+    played = []
     for number, (question, group) in enumerate(asked):
         _, model = rollout([f"answer {number}"])
         make_agent(model)(question)
-        episodes.append(credit.Episode(model.trajectory, number / 8, group, f"e{number}"))
-        model.trajectory.save(folder / "trajectories" / f"e{number}.safetensors")
-    credit.training_rows(episodes).save(folder / "rows.safetensors")
+        played.append((model.trajectory, number / 8, group))
+    write_step(folder, played)
 
 
-def test_an_episode_in_another_prompts_group_is_found(rollout, tmp_path):
-    write_asked(tmp_path, rollout, [("first", "g0")] * 2 + [("first", "g1")] + [("second", "g1")] * 3)
+@pytest.mark.parametrize(
+    ("asked", "group", "episode"),
+    [
+        ([("first", "g0")] * 2 + [("first", "g1")] + [("second", "g1")] * 3, "g1", "e2"),
+        ([("first", "g")] * 2 + [("second", "g")] * 2, "g", "e2"),
+    ],
+    ids=["an episode", "two prompts"],
+)
+def test_an_episode_in_another_prompts_group_is_found(rollout, tmp_path, asked, group, episode):
+    write_asked(tmp_path, rollout, asked)
     found = findings(read([tmp_path]))
-    assert [(finding.kind, finding.group, finding.episode) for finding in found] == [("group", "g1", "e2")]
-
-
-def test_two_prompts_in_one_group_are_found(rollout, tmp_path):
-    write_asked(tmp_path, rollout, [("first", "g")] * 2 + [("second", "g")] * 2)
-    assert [(finding.kind, finding.group) for finding in findings(read([tmp_path]))] == [("group", "g")]
+    assert [(finding.kind, finding.group, finding.episode) for finding in found] == [("group", group, episode)]
 
 
 def test_one_trajectory_under_two_names_is_found(rollout, tmp_path):
@@ -939,7 +881,7 @@ def test_one_trajectory_under_two_names_is_found(rollout, tmp_path):
     make_agent(model)("q")
     for name in ("a", "b"):
         model.trajectory.save(tmp_path / f"{name}.safetensors")
-    assert [finding.kind for finding in findings(read([tmp_path]))] == ["trained-twice"]
+    assert kinds_in(tmp_path) == ["trained-twice"]
 
 
 def graph():
@@ -953,7 +895,7 @@ def graph():
 @pytest.mark.parametrize("copies, kinds", [(1, []), (2, ["trained-twice"])])
 def test_a_trace_of_verifiers_that_is_there_twice_is_found(tmp_path, copies, kinds):
     (tmp_path / "traces.json").write_text(json.dumps([graph()] * copies))
-    assert [finding.kind for finding in findings(read([tmp_path / "traces.json"]))] == kinds
+    assert kinds_in(tmp_path / "traces.json") == kinds
 
 
 def test_a_run_is_read_by_its_folder(healthy, tmp_path):
@@ -1013,4 +955,4 @@ def test_a_policy_without_entropy_is_not_accused(chatml_tokenizer, tmp_path, par
         with contextlib.suppress(MaxTokensReachedException):
             make_agent(model)("q")
         model.trajectory.save(tmp_path / f"{number}.safetensors")
-    assert [one.kind for one in findings(read([tmp_path]))] == kinds
+    assert kinds_in(tmp_path) == kinds
