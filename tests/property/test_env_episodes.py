@@ -29,7 +29,7 @@ from strands_env.environments import CalculatorEnvironment
 from strands_env.eval import Evaluator
 from strands_env.rewards import ExactMatchReward
 from strands_sglang.testing import ScriptedSGLang
-from support.agents import ScriptedModel, build_chatml_tokenizer, call, make_agent, tool_use
+from support.agents import ScriptedModel, call, make_agent, tool_use
 from support.environments import ANSWER, ASK, CALL, lines, scripted_env
 
 BROKEN = call("broken", reason="no")
@@ -62,9 +62,7 @@ def test_budgets_hold_within_a_batch_and_over_invocations(
     sampled,
     total,
 ):
-    tokenizer = build_chatml_tokenizer()
     env, server = scripted_env(
-        tokenizer,
         ["".join(turn) for turn in turns] + [ANSWER],
         max_tool_iterations=iterations,
         max_tool_calls=calls,
@@ -125,10 +123,8 @@ def test_budgets_hold_within_a_batch_and_over_invocations(
 
 
 @pytest.mark.timeout(1800)  # nearly two minutes of CPU, most of it Strands copying its history
-async def test_a_thousand_turns_with_tools_are_one_sequence(chatml_tokenizer):
-    env, server = scripted_env(
-        chatml_tokenizer, [CALL] * 1000 + [ANSWER], server={"context_length": 200_000}, max_tool_iterations=None
-    )
+async def test_a_thousand_turns_with_tools_are_one_sequence():
+    env, server = scripted_env([CALL] * 1000 + [ANSWER], server={"context_length": 200_000}, max_tool_iterations=None)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE, result.error
     assert result.observation.metrics["model_calls"] == 1001

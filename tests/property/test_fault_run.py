@@ -306,7 +306,6 @@ async def test_partial_rollouts_keep_their_tokens_after_any_abort(chatml_tokeniz
         rng = random.Random(seed)
         answers = Aborting(rng)
         rollouts = Rollouts(
-            chatml_tokenizer,
             answers,
             max_tool_iters=4,
             server={"experts": EXPERTS},

@@ -17,7 +17,7 @@ from strands_env.eval import EvalSample
 from strands_sglang import SGLangModel
 from strands_sglang.testing import ScriptedSGLang
 
-from .agents import call, make_tools
+from .agents import build_chatml_tokenizer, call, make_tools
 
 CALL = call("calculator", expression="25 * 17")
 ANSWER = "25 * 17 is 425."
@@ -81,7 +81,6 @@ class CalculatorEnv(Environment):
 
 
 def scripted_env(
-    tokenizer,
     answers,
     *,
     server=None,
@@ -90,6 +89,7 @@ def scripted_env(
     **settings,
 ):
     """Create an environment whose steps share one `SGLangModel` with a scripted server."""
+    tokenizer = build_chatml_tokenizer()
     scripted = ScriptedSGLang(tokenizer, answers, **(server or {}))
     shared = SGLangModel(tokenizer=tokenizer, client=scripted.client(**(client or {})), **(model or {}))
     settings = {"reward_fn": Contains(), **settings}

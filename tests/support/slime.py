@@ -26,7 +26,7 @@ from strands_sglang import SGLangModel, ToolLimiter, termination_reason
 from strands_sglang.testing import ScriptedAnswer, ScriptedExperts, ScriptedSGLang, bodies
 from strands_sglang.trainers import slime
 
-from .agents import call, make_agent, make_tools
+from .agents import build_chatml_tokenizer, call, make_agent, make_tools
 
 # --- slime ---
 
@@ -184,8 +184,8 @@ class SlimeState:
 class Rollouts:
     """A scripted server behind a `generate` function of slime's; a list of answers may grow until it is used up."""
 
-    def __init__(self, tokenizer, answers, *, server=None, **settings):
-        self.tokenizer = tokenizer
+    def __init__(self, answers, *, server=None, **settings):
+        self.tokenizer = tokenizer = build_chatml_tokenizer()
         self.state = SlimeState(tokenizer)
         self.answers = answers
         self.server = ScriptedSGLang(tokenizer, answers, **(server or {}))
@@ -209,6 +209,10 @@ class Rollouts:
         given = slime_sampling_params() if params is None else params
         return await self.generate(slime_args(**args), sample, given, evaluation=evaluation)
 
+    async def checked(self, *given, params=None, evaluation=False, **args):
+        """One sample, after both checks."""
+        return checked(await self(*given, params=params, evaluation=evaluation, **args), self, **args)
+
     def aborts_with(self, answer):
         """An answer in whose middle slime aborts its rollouts."""
 
@@ -219,12 +223,11 @@ class Rollouts:
         return answer_and_abort
 
 
-def checked(result, rollouts, *, replayed=True, log=True, **args):
+def checked(result, rollouts, **args):
     """The result, after both checks."""
     samples = [result] if isinstance(result, list) else result
-    check_rollouts(samples, slime_args(**args), rollouts.tokenizer, replayed=replayed)
-    if log:
-        check_against_server(result, rollouts.server, experts=EXPERTS if args.get("num_layers") else None)
+    check_rollouts(samples, slime_args(**args), rollouts.tokenizer)
+    check_against_server(result, rollouts.server, experts=EXPERTS if args.get("num_layers") else None)
     return result
 
 
@@ -238,8 +241,9 @@ def moe_args(**more):
     }
 
 
-async def play(tokenizer, answers, *, server=None, **config):
+async def play(answers, *, server=None, **config):
     """An agent's episode: its `trajectory`, `reason` and `server`."""
+    tokenizer = build_chatml_tokenizer()
     scripted = ScriptedSGLang(tokenizer, answers, **(server or {}))
     model = SGLangModel(tokenizer=tokenizer, client=scripted.client(max_retries=0), **config)
     limiter = ToolLimiter(max_tool_iters=3, on_limit="stop")
@@ -252,9 +256,9 @@ async def play(tokenizer, answers, *, server=None, **config):
     return SimpleNamespace(trajectory=model.trajectory, reason=reason, server=scripted, agent=agent, model=model)
 
 
-async def forked(tokenizer, **settings):
+async def forked(**settings):
     """An episode whose history was rewritten, so that it has two sequences with a common beginning."""
-    episode = await play(tokenizer, [CALL, ANSWER, "Other words."], **settings)
+    episode = await play([CALL, ANSWER, "Other words."], **settings)
     agent = episode.agent
     agent.messages[2]["content"][0]["toolResult"]["content"] = [{"text": "(shortened)"}]
     await agent.invoke_async("And now?")
@@ -313,10 +317,11 @@ def stale_sample(**overrides):
     )
 
 
-def export(episode, tokenizer, outcome=None, *, args=None, **kwargs):
+def export(episode, outcome=None, *, args=None, **kwargs):
     """The samples of an episode, checked against slime's needs and against the server's log."""
     args = slime_args() if args is None else args
     outcome = episode.reason if outcome is None else outcome
+    tokenizer = episode.model.tokenizer
     samples = slime.to_slime_samples(
         episode.trajectory, stale_sample(), outcome, tokenizer=tokenizer, args=args, **kwargs
     )

@@ -63,7 +63,7 @@ from strands_env.sandbox import PythonSandbox
 from strands_env.utils import clear_clients, get_cached_client, get_cached_client_from_slime_args
 from strands_sglang import OUTCOMES, RewardRule, SGLangClient, SGLangConnectionError, SGLangModel
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
-from support.agents import Gate, ScriptedModel, advance, call, idle_for, tool_use
+from support.agents import Gate, ScriptedModel, advance, build_chatml_tokenizer, call, idle_for, tool_use
 from support.environments import (
     ANSWER,
     ASK,
@@ -83,8 +83,8 @@ from support.slime import Sample, SlimeState, check_against_server, check_rollou
 # === a step is one episode: its observation, its reward, its own trajectory ===
 
 
-async def test_step_returns_messages_tokens_reward_and_outcome(chatml_tokenizer):
-    env, server = scripted_env(chatml_tokenizer, [CALL, ANSWER])
+async def test_step_returns_messages_tokens_reward_and_outcome():
+    env, server = scripted_env([CALL, ANSWER])
     result = await env.step(ASK)
     observation = result.observation
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
@@ -128,18 +128,18 @@ async def test_what_a_user_says_after_the_agents_turn_is_not_trained(chatml_toke
 
 @pytest.mark.parametrize("said", ["Let me see.", ""])
 @pytest.mark.parametrize("whole", [False, True])
-async def test_final_response_is_what_the_model_wrote_before_a_cut_call(chatml_tokenizer, said, whole):
+async def test_final_response_is_what_the_model_wrote_before_a_cut_call(said, whole):
     written = said + (CALL if whole else CALL[: -len("}}\n</tool_call>")])
-    env, _ = scripted_env(chatml_tokenizer, [ScriptedAnswer(written, finish_reason="length")])
+    env, _ = scripted_env([ScriptedAnswer(written, finish_reason="length")])
     result = await env.step(ASK)
     assert result.observation.final_response == (said or None)
     saved = Observation(messages=json.loads(json.dumps(result.observation.messages)))
     assert saved.final_response == (said or None)
 
 
-async def test_metrics_count_calls_tokens_tools_and_errors(chatml_tokenizer):
+async def test_metrics_count_calls_tokens_tools_and_errors():
     turns = [CALL + call("broken", reason="no") + "<tool_call>\n{not json\n</tool_call>", CALL, ANSWER]
-    env, server = scripted_env(chatml_tokenizer, turns)
+    env, server = scripted_env(turns)
     metrics = (await env.step(ASK)).observation.metrics
     bodies = [response.body for response in server.responses]
     sampled = sum(len(body["output_ids"]) for body in bodies)
@@ -160,14 +160,14 @@ async def test_metrics_count_calls_tokens_tools_and_errors(chatml_tokenizer):
     assert sum(one["parse_errors"] for one in metrics["tools"].values()) == 1
 
 
-async def test_limits_count_across_invocations(chatml_tokenizer):
-    env, _ = scripted_env(chatml_tokenizer, [CALL] * 99, max_tool_iterations=40)
+async def test_limits_count_across_invocations():
+    env, _ = scripted_env([CALL] * 99, max_tool_iterations=40)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.MAX_TOOL_ITERATIONS_REACHED
     assert (result.observation.metrics["tool_iterations"], len(env.ran)) == (40, 40)
 
 
-async def test_invocation_state_lasts_a_long_episode(chatml_tokenizer):
+async def test_invocation_state_lasts_a_long_episode():
     seen = []
 
     @tool(context=True)
@@ -178,9 +178,7 @@ async def test_invocation_state_lasts_a_long_episode(chatml_tokenizer):
         seen.append(state["count"])
         return "counted"
 
-    env, _ = scripted_env(
-        chatml_tokenizer, [call("count")] * 40 + [ANSWER], more_tools=[count], max_tool_iterations=None
-    )
+    env, _ = scripted_env([call("count")] * 40 + [ANSWER], more_tools=[count], max_tool_iterations=None)
     await env.step(ASK)
     assert seen == list(range(1, 41))
 
@@ -213,15 +211,15 @@ async def test_episodes_at_once_take_turns():
     assert min(asked) <= min(started) + 1  # the first request does not wait for other starts
 
 
-async def test_default_length_episode_is_one_invocation(chatml_tokenizer):
+async def test_default_length_episode_is_one_invocation():
     ended = []
-    env, _ = scripted_env(chatml_tokenizer, [CALL] * 9 + [ANSWER], hooks=[Hook(AfterInvocationEvent, ended.append)])
+    env, _ = scripted_env([CALL] * 9 + [ANSWER], hooks=[Hook(AfterInvocationEvent, ended.append)])
     assert (await env.step(ASK)).termination_reason is TerminationReason.TASK_COMPLETE
     assert len(ended) == 1
 
 
-async def test_steps_that_share_a_model_have_own_trajectories(chatml_tokenizer):
-    env, server = scripted_env(chatml_tokenizer, lambda request: ANSWER if "tool_response" in request.text else CALL)
+async def test_steps_that_share_a_model_have_own_trajectories():
+    env, server = scripted_env(lambda request: ANSWER if "tool_response" in request.text else CALL)
     results = await asyncio.gather(*(env.step(ASK) for _ in range(20)))
     assert len({id(result.observation.trajectory) for result in results}) == 20
     assert all(len(result.observation.trajectory) == 2 for result in results)
@@ -246,13 +244,13 @@ async def test_model_factory_may_be_async_and_return_any_model(is_async):
     assert result.observation.metrics["tools"]["calculator"]["calls"] == 1
 
 
-async def test_system_prompt_is_the_argument_or_the_file(chatml_tokenizer, tmp_path):
+async def test_system_prompt_is_the_argument_or_the_file(tmp_path):
     class Prompted(CalculatorEnv):
         pass
 
     path = tmp_path / "prompt.md"
     path.write_text("From the file.\n", encoding="utf-8")
-    env, server = scripted_env(chatml_tokenizer, [ANSWER, ANSWER, ANSWER])
+    env, server = scripted_env([ANSWER, ANSWER, ANSWER])
     Prompted.default_system_prompt_path = path
     chat = [{"role": "system", "content": "From the task."}, {"role": "user", "content": "Go."}]
     await Prompted(env.model_factory).step(ASK)
@@ -264,9 +262,9 @@ async def test_system_prompt_is_the_argument_or_the_file(chatml_tokenizer, tmp_p
     assert told[2].startswith("<|im_start|>system\nGiven.\n\nFrom the task.")
 
 
-async def test_history_precedes_the_prompt_and_is_not_observed(chatml_tokenizer):
+async def test_history_precedes_the_prompt_and_is_not_observed():
     history = [{"role": "user", "content": "My name is Ann."}, {"role": "assistant", "content": "Hello Ann."}]
-    env, server = scripted_env(chatml_tokenizer, ["Ann."])
+    env, server = scripted_env(["Ann."])
     action = Action(message="Who am I?", task_context={"conversation_history": history})
     before = action.model_dump()
     result = await env.step(action)
@@ -275,7 +273,7 @@ async def test_history_precedes_the_prompt_and_is_not_observed(chatml_tokenizer)
     assert action.model_dump() == before
 
 
-async def test_tool_calls_in_the_action_are_not_counted(chatml_tokenizer):
+async def test_tool_calls_in_the_action_are_not_counted():
     used = {"toolUse": {"toolUseId": "a", "name": "calculator", "input": {"expression": "1 * 1"}}}
     answered = {"toolResult": {"toolUseId": "a", "status": "success", "content": [{"text": "1"}]}}
     chat = [
@@ -285,33 +283,33 @@ async def test_tool_calls_in_the_action_are_not_counted(chatml_tokenizer):
         {"role": "assistant", "content": [{"text": "1"}]},
         {"role": "user", "content": [{"text": "25 * 17?"}]},
     ]
-    env, _ = scripted_env(chatml_tokenizer, [CALL, ANSWER], max_tool_calls=2)
+    env, _ = scripted_env([CALL, ANSWER], max_tool_calls=2)
     result = await env.step(Action(message=chat, task_context=ASK.task_context))
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
     assert result.observation.metrics["tool_calls"] == 1
     assert len(result.observation.messages) == 8
 
 
-async def test_compute_metrics_may_replace_the_metrics_and_adds_to_them(chatml_tokenizer):
+async def test_compute_metrics_may_replace_the_metrics_and_adds_to_them():
     class Replacing(CalculatorEnv):
         async def compute_metrics(self, observation):
             observation.metrics = {"calls": observation.metrics["tool_calls"]}
             return {"ran": len(self.ran)}
 
-    env, _ = scripted_env(chatml_tokenizer, [CALL, ANSWER])
+    env, _ = scripted_env([CALL, ANSWER])
     metrics = (await Replacing(env.model_factory).step(ASK)).observation.metrics
     assert metrics == {"calls": 1, "ran": 1, "attempts": 1}
 
 
-async def test_verbose_prints_the_episode(chatml_tokenizer, capsys):
+async def test_verbose_prints_the_episode(capsys):
     for verbose in (False, True):
-        env, _ = scripted_env(chatml_tokenizer, [ANSWER], verbose=verbose)
+        env, _ = scripted_env([ANSWER], verbose=verbose)
         await env.step(ASK)
         assert (ANSWER in capsys.readouterr().out) is verbose
 
 
-async def test_steps_work_in_several_event_loops(chatml_tokenizer):
-    env, _ = scripted_env(chatml_tokenizer, [ANSWER] * 3)
+async def test_steps_work_in_several_event_loops():
+    env, _ = scripted_env([ANSWER] * 3)
     results = [await asyncio.to_thread(asyncio.run, env.step(ASK)) for _ in range(3)]
     assert [result.reward.reward for result in results] == [1.0] * 3
 
@@ -337,9 +335,9 @@ def test_invalid_setting_is_refused(setting):
 
 
 @pytest.mark.parametrize("value", [0.5, np.float32(0.5), np.float64(0.5), Fraction(1, 2), np.array(0.5)], ids=repr)
-async def test_numbers_of_any_library_are_rewards(value, chatml_tokenizer):
+async def test_numbers_of_any_library_are_rewards(value):
     """A reward that was a NumPy number ended in an error."""
-    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=Gives(value))
+    env, _ = scripted_env([ANSWER], reward_fn=Gives(value))
     assert (await env.step(ASK)).reward == RewardResult(reward=0.5)
 
 
@@ -547,11 +545,11 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-async def test_episode_ends_as_in_the_table(name, chatml_tokenizer):
+async def test_episode_ends_as_in_the_table(name):
     reason, answers, settings = ENDS[name]
     settings = dict(settings)
     action = settings.pop("action", ASK)
-    env, server = scripted_env(chatml_tokenizer, answers, **settings)
+    env, server = scripted_env(answers, **settings)
     result = await env.step(action)
 
     assert result.termination_reason is reason, result.error
@@ -582,7 +580,7 @@ def test_table_covers_every_outcome():
     assert set(TerminationReason) - tried == elsewhere
 
 
-async def test_partial_answer_is_kept_on_timeout(chatml_tokenizer):
+async def test_partial_answer_is_kept_on_timeout():
     async def slow(request):
         advance(LIMIT)
         try:
@@ -590,7 +588,7 @@ async def test_partial_answer_is_kept_on_timeout(chatml_tokenizer):
         except asyncio.CancelledError:
             return ScriptedAnswer("25 times", finish_reason="abort")
 
-    env, _ = scripted_env(chatml_tokenizer, [CALL, slow], episode_timeout=LIMIT)
+    env, _ = scripted_env([CALL, slow], episode_timeout=LIMIT)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TIMEOUT
     assert result.error == "TimeoutError: the episode took longer than 60 seconds"
@@ -599,7 +597,7 @@ async def test_partial_answer_is_kept_on_timeout(chatml_tokenizer):
     assert result.reward is None
 
 
-async def test_timeout_with_an_answer_is_rewarded(chatml_tokenizer):
+async def test_timeout_with_an_answer_is_rewarded():
     class Lingering(CalculatorEnv):
         def get_hooks(self):
             async def linger(event):
@@ -609,7 +607,7 @@ async def test_timeout_with_an_answer_is_rewarded(chatml_tokenizer):
 
             return [Hook(MessageAddedEvent, linger)]
 
-    env, _ = scripted_env(chatml_tokenizer, [ANSWER])
+    env, _ = scripted_env([ANSWER])
     result = await Lingering(env.model_factory, reward_fn=env.reward_fn, episode_timeout=LIMIT).step(ASK)
     assert result.termination_reason is TerminationReason.TIMEOUT
     assert result.reward is not None and result.reward.reward == 1.0
@@ -651,7 +649,7 @@ async def test_a_timeout_is_the_servers_if_none_answers(hosts, is_dead, chatml_t
         assert result.termination_reason is TerminationReason.TIMEOUT
 
 
-async def test_error_of_another_provider_is_infrastructure(chatml_tokenizer):
+async def test_error_of_another_provider_is_infrastructure():
     model = ScriptedModel([[tool_use("1", "calculator", expression="25 * 17")], ConnectionResetError("gone")])
     result = await CalculatorEnv(lambda: model).step(ASK)
     assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
@@ -668,8 +666,8 @@ async def test_error_of_another_provider_is_infrastructure(chatml_tokenizer):
         ),
     ],
 )
-async def test_failing_reward_function_is_reported(function, error, chatml_tokenizer):
-    env, _ = scripted_env(chatml_tokenizer, [ANSWER], reward_fn=function, reward_timeout=0.2)
+async def test_failing_reward_function_is_reported(function, error):
+    env, _ = scripted_env([ANSWER], reward_fn=function, reward_timeout=0.2)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
     assert (result.reward, result.error) == (None, error)
@@ -680,7 +678,7 @@ async def test_failing_reward_function_is_reported(function, error, chatml_token
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-async def test_hanging_tool_is_an_error_and_the_episode_continues(kind, chatml_tokenizer):
+async def test_hanging_tool_is_an_error_and_the_episode_continues(kind):
     import threading
 
     release = threading.Event()
@@ -698,7 +696,6 @@ async def test_hanging_tool_is_an_error_and_the_episode_continues(kind, chatml_t
         return "never"
 
     env, server = scripted_env(
-        chatml_tokenizer,
         [call("hang") + CALL, ANSWER],
         more_tools=[hang_async if kind == "async" else hang_thread],
         tool_timeout=1.5,
@@ -713,7 +710,7 @@ async def test_hanging_tool_is_an_error_and_the_episode_continues(kind, chatml_t
 
 
 @pytest.mark.parametrize("outcome", ["result", "own timeout"])
-async def test_finished_tool_keeps_its_result_on_a_late_loop(outcome, chatml_tokenizer):
+async def test_finished_tool_keeps_its_result_on_a_late_loop(outcome):
     import threading
     import time
 
@@ -733,7 +730,7 @@ async def test_finished_tool_keeps_its_result_on_a_late_loop(outcome, chatml_tok
             raise asyncio.TimeoutError("the database was slow")
         return "computed"
 
-    env, server = scripted_env(chatml_tokenizer, [call("quick"), ANSWER], more_tools=[quick], tool_timeout=LIMIT)
+    env, server = scripted_env([call("quick"), ANSWER], more_tools=[quick], tool_timeout=LIMIT)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
     assert ("computed" if outcome == "result" else "the database was slow") in server.requests[1].text
@@ -767,7 +764,7 @@ def end_step(step, ended_by):
 
 
 @pytest.mark.parametrize("ended_by", ["time", "caller"])
-async def test_timed_tool_ends_before_cleanup(ended_by, chatml_tokenizer):
+async def test_timed_tool_ends_before_cleanup(ended_by):
     started = asyncio.Event()
 
     @tool
@@ -782,7 +779,6 @@ async def test_timed_tool_ends_before_cleanup(ended_by, chatml_tokenizer):
         return "never"
 
     env, _ = scripted_env(
-        chatml_tokenizer,
         [call("lock")],
         more_tools=[lock],
         tool_timeout=2 * LIMIT,
@@ -796,7 +792,7 @@ async def test_timed_tool_ends_before_cleanup(ended_by, chatml_tokenizer):
 
 
 @pytest.mark.parametrize("ended_by", ["time", "caller"])
-async def test_tool_that_ignores_cancellation_is_cancelled_again(ended_by, chatml_tokenizer, monkeypatch):
+async def test_tool_that_ignores_cancellation_is_cancelled_again(ended_by, monkeypatch):
     monkeypatch.setattr("strands_env.core.supervision.RECANCEL_AFTER", 0.1)
     started, told = asyncio.Event(), []
 
@@ -811,7 +807,7 @@ async def test_tool_that_ignores_cancellation_is_cancelled_again(ended_by, chatm
                 told.append(True)
         raise asyncio.CancelledError
 
-    env, _ = scripted_env(chatml_tokenizer, [call("stubborn")], more_tools=[stubborn], episode_timeout=LIMIT)
+    env, _ = scripted_env([call("stubborn")], more_tools=[stubborn], episode_timeout=LIMIT)
     step = asyncio.ensure_future(env.step(ASK))
     await started.wait()
     end_step(step, ended_by)
@@ -822,13 +818,13 @@ async def test_tool_that_ignores_cancellation_is_cancelled_again(ended_by, chatm
     assert env.steps == ["reset", "cleanup"]
 
 
-async def test_unanswered_interrupt_is_an_agent_error(chatml_tokenizer):
+async def test_unanswered_interrupt_is_an_agent_error():
     @tool(context=True)
     def ask_a_person(tool_context: Any) -> str:
         """Ask."""
         return str(tool_context.interrupt("approval", reason="may I?"))
 
-    env, _ = scripted_env(chatml_tokenizer, [call("ask_a_person")], more_tools=[ask_a_person])
+    env, _ = scripted_env([call("ask_a_person")], more_tools=[ask_a_person])
     result = await env.step(ASK)
     assert (result.termination_reason, result.reward) == (TerminationReason.AGENT_ERROR, None)
     assert result.error is not None and "interrupt" in result.error
@@ -837,8 +833,8 @@ async def test_unanswered_interrupt_is_an_agent_error(chatml_tokenizer):
 # --- retries ---
 
 
-async def test_failed_episode_is_retried(chatml_tokenizer):
-    env, _ = scripted_env(chatml_tokenizer, [CALL, FAULT, FAULT, CALL, ANSWER], retries=3, retry_delay=0.0)
+async def test_failed_episode_is_retried():
+    env, _ = scripted_env([CALL, FAULT, FAULT, CALL, ANSWER], retries=3, retry_delay=0.0)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
     assert result.reward is not None
@@ -847,28 +843,28 @@ async def test_failed_episode_is_retried(chatml_tokenizer):
     assert result.observation.trajectory is not None and len(result.observation.trajectory) == 2
 
 
-async def test_retries_end(chatml_tokenizer):
-    env, server = scripted_env(chatml_tokenizer, [FAULT] * 3, retries=2, retry_delay=0.0)
+async def test_retries_end():
+    env, server = scripted_env([FAULT] * 3, retries=2, retry_delay=0.0)
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
     assert (result.observation.metrics["attempts"], len(server.requests)) == (3, 3)
 
 
-async def test_abort_is_retried_only_if_named(chatml_tokenizer):
+async def test_abort_is_retried_only_if_named():
     answers = [ScriptedAnswer("Well", finish_reason="abort"), ANSWER]
-    env, _ = scripted_env(chatml_tokenizer, answers, retries=1)
+    env, _ = scripted_env(answers, retries=1)
     assert (await env.step(ASK)).termination_reason is TerminationReason.ABORTED
     named = [TerminationReason.ABORTED]
-    env, _ = scripted_env(chatml_tokenizer, answers, retries=1, retry_on=named, retry_delay=0.0)
+    env, _ = scripted_env(answers, retries=1, retry_on=named, retry_delay=0.0)
     assert (await env.step(ASK)).termination_reason is TerminationReason.TASK_COMPLETE
 
 
 # --- cancelled callers ---
 
 
-async def test_cancelled_step_is_cleaned_up_and_keeps_its_record(chatml_tokenizer):
+async def test_cancelled_step_is_cleaned_up_and_keeps_its_record():
     gate = Gate(ScriptedAnswer("25 times", finish_reason="abort"))
-    env, server = scripted_env(chatml_tokenizer, [CALL, gate], retries=5)
+    env, server = scripted_env([CALL, gate], retries=5)
     step = asyncio.ensure_future(env.step(ASK))
     await gate.reached.wait()
     step.cancel()
@@ -883,7 +879,7 @@ async def test_cancelled_step_is_cleaned_up_and_keeps_its_record(chatml_tokenize
     assert server.running == []
 
 
-async def test_cleanup_in_a_cancelled_scope_does_not_spin(chatml_tokenizer):
+async def test_cleanup_in_a_cancelled_scope_does_not_spin():
     """A cancel scope cancels in every iteration of the event loop: no spinning, no interrupted cleanup."""
     gate, finished = Gate(ScriptedAnswer("25 times", finish_reason="abort")), []
 
@@ -892,7 +888,7 @@ async def test_cleanup_in_a_cancelled_scope_does_not_spin(chatml_tokenizer):
             await asyncio.sleep(0.4)
             finished.append(True)
 
-    env, _ = scripted_env(chatml_tokenizer, [CALL, gate])
+    env, _ = scripted_env([CALL, gate])
     slow = SlowToClean(env.model_factory)
     async with AsyncExitStack() as idle:
         async with anyio.create_task_group() as tasks:
@@ -907,7 +903,7 @@ async def test_cleanup_in_a_cancelled_scope_does_not_spin(chatml_tokenizer):
 
 
 @pytest.mark.parametrize("phase", ["reset", "metrics", "reward", "cleanup", "delay"])
-async def test_step_cancelled_in_any_phase_is_cleaned_up(phase, chatml_tokenizer):
+async def test_step_cancelled_in_any_phase_is_cleaned_up(phase):
     reached, finished = asyncio.Event(), []
 
     async def wait(name):
@@ -935,7 +931,7 @@ async def test_step_cancelled_in_any_phase_is_cleaned_up(phase, chatml_tokenizer
             return 1.0
 
     answers = [FAULT] * 9 if phase == "delay" else [ANSWER]
-    env, _ = scripted_env(chatml_tokenizer, answers)
+    env, _ = scripted_env(answers)
     phases = Phases(env.model_factory, reward_fn=Waits(), retries=1, retry_delay=60.0)
     step = asyncio.ensure_future(phases.step(ASK))
     if phase == "delay":
@@ -972,7 +968,7 @@ async def test_step_cancelled_before_its_turn_delays_no_other(iterations):
         assert env.steps in (["cleanup"], ["reset", "cleanup"])
 
 
-async def test_reset_and_cleanup_run_in_one_task(chatml_tokenizer):
+async def test_reset_and_cleanup_run_in_one_task():
     tasks = []
 
     class Tasks(CalculatorEnv):
@@ -982,13 +978,13 @@ async def test_reset_and_cleanup_run_in_one_task(chatml_tokenizer):
         async def cleanup(self):
             tasks.append(asyncio.current_task())
 
-    env, _ = scripted_env(chatml_tokenizer, [ScriptedAnswer(ANSWER, latency_s=60)])
+    env, _ = scripted_env([ScriptedAnswer(ANSWER, latency_s=60)])
     await Tasks(env.model_factory, episode_timeout=0.2).step(ASK)
     assert tasks[0] is tasks[1]
 
 
-async def test_invalid_action_is_refused_before_anything_runs(chatml_tokenizer):
-    env, server = scripted_env(chatml_tokenizer, [])
+async def test_invalid_action_is_refused_before_anything_runs():
+    env, server = scripted_env([])
     with pytest.raises(ValueError, match="last message"):
         await env.step(Action(message=[{"role": "assistant", "content": "Hello."}]))
     assert (env.steps, server.requests) == ([], [])
@@ -1086,7 +1082,7 @@ async def test_every_exception_ends_only_its_own_episode(place, is_async, error,
 # --- hanging functions ---
 
 
-async def test_hanging_tools_take_no_thread_from_others(chatml_tokenizer):
+async def test_hanging_tools_take_no_thread_from_others():
     # More of them than the event loop has threads.
     hang, hung = threading.Event(), threading.Semaphore(0)
 
@@ -1887,7 +1883,8 @@ async def test_documented_split_functions_work_unchanged(chat, chatml_tokenizer)
 class Rollouts:
     """A `generate` of `make_generate` with a scripted server; records its environments."""
 
-    def __init__(self, tokenizer, answers, *, reward_fn=None, **limits):
+    def __init__(self, answers, *, reward_fn=None, **limits):
+        tokenizer = build_chatml_tokenizer()
         self.state = SlimeState(tokenizer)
         self.server = ScriptedSGLang(tokenizer, answers)
         self.environments = []
@@ -1938,9 +1935,9 @@ SLIME_ENDS = {
 
 
 @pytest.mark.parametrize("name", SLIME_ENDS)
-async def test_every_outcome_is_a_usable_slime_sample(name, chatml_tokenizer):
+async def test_every_outcome_is_a_usable_slime_sample(name):
     answers, settings, status, reward, removed = SLIME_ENDS[name]
-    rollouts = Rollouts(chatml_tokenizer, answers, **settings)
+    rollouts = Rollouts(answers, **settings)
     sample = await rollouts()
     assert (sample.status.name, sample.reward, sample.remove_sample) == (status, reward, removed)
     assert sample.response_length <= 256
@@ -1950,18 +1947,18 @@ async def test_every_outcome_is_a_usable_slime_sample(name, chatml_tokenizer):
         check_against_server(sample, rollouts.server)
 
 
-async def test_no_request_after_slime_aborts(chatml_tokenizer):
+async def test_no_request_after_slime_aborts():
     def abort(request):
         rollouts.state.aborted = True
         return CALL
 
-    rollouts = Rollouts(chatml_tokenizer, [abort, ANSWER], reward_fn=Contains())
+    rollouts = Rollouts([abort, ANSWER], reward_fn=Contains())
     sample = await rollouts()
     assert (sample.status.name, sample.reward, len(rollouts.server.requests)) == ("ABORTED", None, 1)
 
 
-async def test_reward_is_stored_under_slimes_key(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [ANSWER], reward_fn=Contains())
+async def test_reward_is_stored_under_slimes_key():
+    rollouts = Rollouts([ANSWER], reward_fn=Contains())
     assert (await rollouts(reward_key="score")).reward == {"score": 1.0}
 
 
@@ -1976,7 +1973,7 @@ async def test_failing_environment_factory_is_a_failed_sample(chatml_tokenizer):
     check_rollouts(sample, slime_args(), chatml_tokenizer)
 
 
-async def test_cancelled_generate_raises_cancelled_error(chatml_tokenizer):
+async def test_cancelled_generate_raises_cancelled_error():
     asked = asyncio.Event()
 
     async def wait(request):
@@ -1984,7 +1981,7 @@ async def test_cancelled_generate_raises_cancelled_error(chatml_tokenizer):
         await asyncio.Event().wait()
         return ANSWER
 
-    rollouts = Rollouts(chatml_tokenizer, [wait])
+    rollouts = Rollouts([wait])
     task = asyncio.ensure_future(rollouts())
     await asked.wait()
     task.cancel()
@@ -2010,22 +2007,22 @@ def test_episode_function_excludes_agent_settings():
         make_generate(episode=lambda model, sample: None, max_turns=3)
 
 
-async def test_judge_on_the_sampled_model_is_not_in_the_sample(chatml_tokenizer):
+async def test_judge_on_the_sampled_model_is_not_in_the_sample():
     class Judge(RewardFunction):
         async def compute(self, **kwargs):
             agent = Agent(model=rollouts.models[0], callback_handler=None)
             return float("425" in str(await agent.invoke_async("Is it right?")))
 
-    rollouts = Rollouts(chatml_tokenizer, [ANSWER, ANSWER], reward_fn=Judge())
+    rollouts = Rollouts([ANSWER, ANSWER], reward_fn=Judge())
     sample = await rollouts()
     assert (sample.reward, len(rollouts.server.requests)) == (1.0, 2)
     assert sample.metadata["strands_sglang"]["other_sequences"] == 0
     assert sum(sample.loss_mask) == len(rollouts.server.responses[0].body["output_ids"])
 
 
-async def test_invalid_metadata_are_reported(chatml_tokenizer):
+async def test_invalid_metadata_are_reported():
     """Every sample failed without a reason."""
-    generate = Rollouts(chatml_tokenizer, []).generate
+    generate = Rollouts([]).generate
     given = Sample(index=7, prompt="2 + 2?", label="4", metadata={"conversation_history": "abc"})
     sample = await generate(slime_args(), given, slime_sampling_params())
     assert sample.status.name == "FAILED"

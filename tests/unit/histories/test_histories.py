@@ -504,7 +504,7 @@ async def test_the_model_sees_a_result_that_a_hook_replaced(judged):
     judge = judged([call(expression="2 * 3"), "Fine."])
     agent = judge.agent(TOOLS)
 
-    def replace(event: AfterToolCallEvent):
+    def replace(event):
         event.result = {**event.result, "content": [{"text": "REPLACED"}]}
 
     agent.add_hook(replace, AfterToolCallEvent)
@@ -519,7 +519,7 @@ async def test_input_replaced_for_the_tool_keeps_the_sampled_call(judged):
     tools, ran = make_tools()
     agent = judge.agent(tools)
 
-    def replace(event: BeforeToolCallEvent):
+    def replace(event):
         event.tool_use = {**event.tool_use, "input": {"expression": "5 * 5"}}
 
     agent.add_hook(replace, BeforeToolCallEvent)
@@ -534,7 +534,7 @@ async def test_input_edited_in_the_history_keeps_the_call_trained(judged):
     tools, ran = make_tools()
     agent = judge.agent(tools)
 
-    def edit(event: BeforeToolCallEvent):
+    def edit(event):
         event.tool_use["input"]["expression"] = "5 * 5"
 
     agent.add_hook(edit, BeforeToolCallEvent)
@@ -551,7 +551,7 @@ async def test_an_edited_call_of_a_stopped_episode_is_final(judged):
     judge = judged([call(expression="2 * 3")])
     agent = judge.agent(TOOLS)
 
-    def edit(event: BeforeToolCallEvent):
+    def edit(event):
         event.tool_use["input"]["expression"] = "5 * 5"
 
     agent.add_hook(edit, BeforeToolCallEvent)
@@ -587,7 +587,7 @@ async def test_replaced_answers_are_warned_of_once_with_the_difference(judged, c
     judge = judged(lambda request: f"<think>\nhm\n</think>\n\n{numbered(request)}")
     agent = judge.agent()
 
-    def redact(event: MessageAddedEvent):
+    def redact(event):
         if event.message["role"] == "assistant":
             event.message["content"] = [{"text": "REDACTED"}]
 
@@ -630,7 +630,7 @@ async def test_an_answer_that_a_hook_tidies_up_is_still_trained(judged, caplog, 
     judge = judged(answer)
     agent = judge.agent()
 
-    def edit(event: MessageAddedEvent):
+    def edit(event):
         if event.message["role"] == "assistant":
             event.message["content"] = tidy(event.message["content"])
 
@@ -649,7 +649,7 @@ async def test_an_answer_whose_tool_call_a_hook_takes_out_is_discarded(judged):
     tools, ran = make_tools()
     agent = judge.agent(tools)
 
-    def forbid(event: AfterModelCallEvent):
+    def forbid(event):
         message = event.stop_response.message
         message["content"] = [block for block in message["content"] if "toolUse" not in block]
 
@@ -666,7 +666,7 @@ async def test_a_user_message_edited_before_the_first_call_is_seen(judged):
     judge = judged(numbered)
     agent = judge.agent()
 
-    def edit(event: BeforeInvocationEvent):
+    def edit(event):
         event.messages[0]["content"] = [{"text": "EDITED"}]
 
     agent.add_hook(edit, BeforeInvocationEvent)
@@ -680,7 +680,7 @@ async def test_an_answer_that_a_hook_retries_is_discarded(judged):
     judge = judged(numbered)
     agent = judge.agent()
 
-    def retry(event: AfterModelCallEvent):
+    def retry(event):
         event.retry = "Answer-2" not in str(event.stop_response.message)
 
     agent.add_hook(retry, AfterModelCallEvent)
@@ -696,7 +696,7 @@ async def test_a_retry_inside_a_tool_loop_keeps_the_sequence(judged):
     judge = judged([call(expression="2 * 3"), "Bad.", call(expression="6 * 7"), "Good."])
     agent = judge.agent(TOOLS)
 
-    def retry(event: AfterModelCallEvent):
+    def retry(event):
         event.retry = "Bad." in str(event.stop_response.message)
 
     agent.add_hook(retry, AfterModelCallEvent)
@@ -763,9 +763,8 @@ async def test_text_injected_for_one_call_is_only_in_its_prompt(judged):
     agent = judge.agent(TOOLS, plugins=[ContextInjector(lambda context: "<now>noon</now>")])
     await ask(agent, "Compute.", "Thanks.")
     assert [request.text.count("<now>") for request in judge.server.requests] == [1, 0, 1]
-    judge.check()
     # The third call extends the second one, whose prompt held no injected text.
-    assert judge.masks() == [[1], [1, 1]]
+    judge.check(masks=[[1], [1, 1]])
     judge.settle(agent)
     assert "discarded" not in judge.statuses()
     assert "message 0 (user) is not the recorded one" in judge.trajectory.turns[1].reason
@@ -788,9 +787,8 @@ async def test_parts_replaced_for_one_call_open_a_sequence(judged):
     agent.add_middleware(InvokeModelStage.Input, replace)
     await ask(agent, "Compute.", "Thanks.")
     assert ["Be long-winded." in request.text for request in judge.server.requests] == [False, True, False]
-    judge.check()
     # The third call extends the first one, whose system prompt and tools it has; the answer between is prompt.
-    assert judge.masks() == [[1], [1, 1]]
+    judge.check(masks=[[1], [1, 1]])
 
 
 # Row 6
@@ -1045,9 +1043,8 @@ async def test_attempts_at_a_goal_are_trained_once_each(judged, keeps_history):
     await judge.agent(plugins=[plugin]).invoke_async("Question?")
     assert "NOT GOOD ENOUGH" in judge.prompt(1)
     assert ("Answer-0" in judge.prompt(1)) == keeps_history
-    judge.check()
     # Attempts that start over reset the agent's whole state, as if another agent had asked.
-    assert judge.masks() == ([[1, 1, 1]] if keeps_history else [[1], [1], [1]])
+    judge.check(masks=([[1, 1, 1]] if keeps_history else [[1], [1], [1]]))
     assert "NOT GOOD ENOUGH" not in judge.trained_text()
 
 
@@ -1219,14 +1216,13 @@ async def test_a_changed_system_prompt_opens_a_sequence(judged):
     agent = judge.agent()
     prompts = iter(["One.", "One.", "Two.", "One."])
 
-    def rewrite(event: BeforeInvocationEvent):
+    def rewrite(event):
         event.agent.system_prompt = next(prompts)
 
     agent.add_hook(rewrite, BeforeInvocationEvent)
     await ask(agent, 4)
-    judge.check()
     # The fourth call extends the second one; the answer of the third is prompt there.
-    assert judge.masks() == [[1], [1, 1, 1]]
+    judge.check(masks=[[1], [1, 1, 1]])
     assert "the system prompt changed" in judge.trajectory.turns[2].reason
 
 
@@ -1272,7 +1268,7 @@ async def test_a_background_result_is_prompt_even_if_merged(judged):
 
     agent = judge.agent([compute], background_tasks={"always": ["compute"]})
 
-    def release(event: AfterModelCallEvent):
+    def release(event):
         if event.stop_response.stop_reason == "end_turn":
             go_on.set()
 
@@ -1548,9 +1544,8 @@ async def test_a_cut_call_after_whole_ones_ends_its_sequence(judged):
     with pytest.raises(MaxTokensReachedException):
         await agent.invoke_async("Compute.")
     await agent.invoke_async("Continue.")
-    judge.check()
     # Both begin with the first call, which is trained in the first of them.
-    assert judge.masks() == [[1, 1], [0, 1]]
+    judge.check(masks=[[1, 1], [0, 1]])
 
 
 # --- unregistered tools ---
@@ -1856,7 +1851,7 @@ async def test_results_of_interrupted_calls_are_in_call_order(judged):
     judge = judged(["".join(call(expression=f"{i} * 111") for i in (2, 3, 4)), "Done."])
     agent = judge.agent(TOOLS)
 
-    def ask(event: BeforeToolCallEvent):
+    def ask(event):
         if event.tool_use["input"]["expression"].startswith("2"):
             event.interrupt("approve", reason="may it?")
 
@@ -1875,7 +1870,7 @@ async def test_an_invocation_that_a_hook_resumes_is_extended(judged):
     judge = judged(numbered)
     agent = judge.agent()
 
-    def resume(event: AfterInvocationEvent):
+    def resume(event):
         if len(event.agent.messages) < 6:
             event.resume = f"More-{len(event.agent.messages)}!"
 
@@ -1991,7 +1986,7 @@ async def test_a_cancel_after_the_tools_discards_nothing(judged):
     judge = judged([call(expression="2 * 3"), "6."])
     agent = judge.agent(TOOLS)
 
-    def stop(event: AfterToolsEvent):
+    def stop(event):
         event.agent.cancel(after_current_tools=True)
 
     agent.add_hook(stop, AfterToolsEvent)
@@ -2008,7 +2003,7 @@ async def test_text_of_a_hook_that_denies_a_model_call_is_prompt(judged):
     judge = judged(numbered)
     agent = judge.agent()
 
-    def deny(event: BeforeModelCallEvent):
+    def deny(event):
         event.cancel = "NOT NOW" if len(event.agent.messages) == 3 else False
 
     agent.add_hook(deny, BeforeModelCallEvent)
@@ -2024,7 +2019,7 @@ async def test_text_of_a_hook_that_denies_an_invocation_is_prompt(judged):
     judge = judged(numbered)
     agent = judge.agent()
 
-    def deny(event: BeforeInvocationEvent):
+    def deny(event):
         event.cancel = "CLOSED" if not event.agent.messages else False
 
     agent.add_hook(deny, BeforeInvocationEvent)
@@ -2039,7 +2034,7 @@ async def test_text_that_ends_a_turn_after_its_tools_is_prompt(judged):
     judge = judged([call(expression="2 * 3"), "Again."])
     agent = judge.agent(TOOLS)
 
-    def end(event: AfterToolsEvent):
+    def end(event):
         event.end_turn = "ENOUGH"
 
     agent.add_hook(end, AfterToolsEvent)
@@ -2056,7 +2051,7 @@ async def test_tools_that_a_hook_cancels_are_a_plain_continuation(judged):
     tools, ran = make_tools()
     agent = judge.agent(tools)
 
-    def cancel(event: BeforeToolsEvent):
+    def cancel(event):
         event.cancel = "NO TOOLS TODAY"
 
     agent.add_hook(cancel, BeforeToolsEvent)

@@ -78,7 +78,7 @@ async def test_documented_path_is_a_function_that_slime_calls(chatml_tokenizer, 
     assert getattr(importlib.import_module(module), name) is generate
     assert list(inspect.signature(generate).parameters) == ["args", "sample", "sampling_params", "evaluation"]
     install_slime(monkeypatch, chatml_tokenizer)
-    rollouts = Rollouts(chatml_tokenizer, [ANSWER])
+    rollouts = Rollouts([ANSWER])
     with rollouts.server.serve() as url:
         sample = await generate(slime_args(url), Sample(index=0, prompt=QUESTION), slime_sampling_params())
     assert checked(sample, rollouts).status.name == "COMPLETED"
@@ -87,10 +87,10 @@ async def test_documented_path_is_a_function_that_slime_calls(chatml_tokenizer, 
 # --- an episode ---
 
 
-async def test_an_agent_runs_its_tools_and_the_sample_is_completed(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [CALL, ANSWER])
+async def test_an_agent_runs_its_tools_and_the_sample_is_completed():
+    rollouts = Rollouts([CALL, ANSWER])
     given = Sample(index=3, prompt=QUESTION)
-    sample = checked(await rollouts(given), rollouts)
+    sample = await rollouts.checked(given)
     assert sample is given
     assert (sample.status.name, sample.reward, rollouts.ran) == ("COMPLETED", None, ["25 * 17"])
     facts = sample.metadata["strands_sglang"]
@@ -135,15 +135,15 @@ async def test_episode_with_a_rejected_first_request_has_its_prompt(chatml_token
     assert QUESTION in chatml_tokenizer.decode(sample.tokens)
 
 
-async def test_prompts_are_texts_or_chat_messages(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, lambda request: ANSWER)
+async def test_prompts_are_texts_or_chat_messages():
+    rollouts = Rollouts(lambda request: ANSWER)
     messages = [
         {"role": "system", "content": "Use digits."},
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello"},
         {"role": "user", "content": [{"type": "text", "text": QUESTION}]},
     ]
-    checked(await rollouts(Sample(prompt=messages)), rollouts)
+    await rollouts.checked(Sample(prompt=messages))
     text = rollouts.server.requests[0].text
     assert "Be brief.\n\nUse digits." in text
     assert text.index("Hi") < text.index("Hello") < text.index(QUESTION)
@@ -159,12 +159,12 @@ async def test_prompts_are_texts_or_chat_messages(chatml_tokenizer):
         ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], {}, "prompt="),
     ],
 )
-async def test_prompts_that_do_not_suit_an_agent_are_errors(prompt, args, message, chatml_tokenizer):
+async def test_prompts_that_do_not_suit_an_agent_are_errors(prompt, args, message):
     with pytest.raises(SlimeExportError, match=message):
-        await Rollouts(chatml_tokenizer, [ANSWER])(Sample(prompt=prompt), **args)
+        await Rollouts([ANSWER])(Sample(prompt=prompt), **args)
 
 
-async def test_factory_makes_an_agent_that_the_reward_sees(chatml_tokenizer):
+async def test_factory_makes_an_agent_that_the_reward_sees():
     async def agent_factory(model, sample):
         return Agent(
             model=model,
@@ -175,37 +175,36 @@ async def test_factory_makes_an_agent_that_the_reward_sees(chatml_tokenizer):
         )
 
     rollouts = Rollouts(
-        chatml_tokenizer,
         [CALL, ANSWER],
         agent_factory=agent_factory,
         prompt=lambda sample: f"{sample.prompt}!",
         reward=lambda agent, sample: float(len(agent.messages)),
     )
-    sample = checked(await rollouts(Sample(prompt=QUESTION, label="A")), rollouts)
+    sample = await rollouts.checked(Sample(prompt=QUESTION, label="A"))
     assert sample.reward == 4.0
     assert "Task A." in rollouts.server.requests[0].text and f"{QUESTION}!" in rollouts.server.requests[0].text
 
 
 @pytest.mark.parametrize("score", [lambda agent, sample: float("nan"), lambda agent, sample: 1 / 0])
-async def test_a_reward_that_fails_removes_the_sample(score, chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [ANSWER], reward=score)
-    sample = checked(await rollouts(), rollouts)
+async def test_a_reward_that_fails_removes_the_sample(score):
+    rollouts = Rollouts([ANSWER], reward=score)
+    sample = await rollouts.checked()
     assert (sample.reward, sample.remove_sample) == (0.0, True)
 
 
-async def test_failed_episode_is_not_scored(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [CALL], reward=lambda agent, sample: pytest.fail("asked for a reward"))
-    assert checked(await rollouts(), rollouts).status.name == "FAILED"
+async def test_failed_episode_is_not_scored():
+    rollouts = Rollouts([CALL], reward=lambda agent, sample: pytest.fail("asked for a reward"))
+    assert (await rollouts.checked()).status.name == "FAILED"
 
 
 # --- budgets ---
 
 
-async def test_budget_is_for_the_whole_response(chatml_tokenizer):
+async def test_budget_is_for_the_whole_response():
     params = slime_sampling_params(max_new_tokens=150)
     before = copy.deepcopy(params)
-    rollouts = Rollouts(chatml_tokenizer, [CALL, LONG_TEXT])
-    sample = checked(await rollouts(params=params), rollouts)
+    rollouts = Rollouts([CALL, LONG_TEXT])
+    sample = await rollouts.checked(params=params)
     assert (sample.status.name, sample.response_length, params) == ("TRUNCATED", 150, before)
     first, second = rollouts.server.requests
     used = len(second.input_ids) - len(first.input_ids)
@@ -214,20 +213,20 @@ async def test_budget_is_for_the_whole_response(chatml_tokenizer):
     assert sample.metadata["strands_sglang"]["outcome"] == "max_tokens_reached"
 
 
-async def test_no_request_once_tool_results_used_up_the_budget(chatml_tokenizer):
+async def test_no_request_once_tool_results_used_up_the_budget():
     @tool
     def lookup(key: str) -> str:
         """Look up a key."""
         return LONG_TEXT
 
-    rollouts = Rollouts(chatml_tokenizer, [call("lookup", key="x")], tools=[lookup])
-    sample = checked(await rollouts(params=slime_sampling_params(max_new_tokens=60)), rollouts)
+    rollouts = Rollouts([call("lookup", key="x")], tools=[lookup])
+    sample = await rollouts.checked(params=slime_sampling_params(max_new_tokens=60))
     assert (sample.status.name, sample.loss_mask[-1]) == ("TRUNCATED", 1)
     assert sample.metadata["strands_sglang"]["outcome"] == "token_budget_reached"
     assert sample.response_length <= 60 and not rollouts.server.refusals
 
 
-async def test_helpers_do_not_use_up_the_budget(chatml_tokenizer):
+async def test_helpers_do_not_use_up_the_budget():
     def agent_factory(model, sample):
         @tool
         async def ask(question: str) -> str:
@@ -238,19 +237,19 @@ async def test_helpers_do_not_use_up_the_budget(chatml_tokenizer):
         return make_agent(model, [ask])
 
     verdict = "It is right. " * 6
-    rollouts = Rollouts(chatml_tokenizer, [call("ask", question="x"), verdict, "Done."], agent_factory=agent_factory)
-    sample = checked(await rollouts(params=slime_sampling_params(max_new_tokens=120)), rollouts)
+    rollouts = Rollouts([call("ask", question="x"), verdict, "Done."], agent_factory=agent_factory)
+    sample = await rollouts.checked(params=slime_sampling_params(max_new_tokens=120))
     assert (sample.status.name, sample.metadata["strands_sglang"]["outcome"]) == ("COMPLETED", "task_complete")
     first, helped, last = rollouts.server.requests
     assert helped.sampling_params["max_new_tokens"] == 120
     assert last.sampling_params["max_new_tokens"] == 120 - (len(last.input_ids) - len(first.input_ids))
 
 
-async def test_budget_below_min_new_tokens_is_used_up(chatml_tokenizer):
+async def test_budget_below_min_new_tokens_is_used_up():
     """The rest of a budget never makes the server reject a request."""
-    rollouts = Rollouts(chatml_tokenizer, [CALL])
+    rollouts = Rollouts([CALL])
     params = slime_sampling_params(max_new_tokens=60, min_new_tokens=50)
-    sample = checked(await rollouts(params=params), rollouts)
+    sample = await rollouts.checked(params=params)
     assert (sample.status.name, len(rollouts.server.requests)) == ("TRUNCATED", 1)
     assert sample.metadata["strands_sglang"]["outcome"] == "token_budget_reached"
     assert not rollouts.server.refusals
@@ -264,29 +263,29 @@ async def test_budget_below_min_new_tokens_is_used_up(chatml_tokenizer):
         ({"rollout_max_context_len": 390, "eval_max_context_len": 395}, True, 395),
     ],
 )
-async def test_a_sample_fits_what_slime_trains_on(args, evaluation, limit, chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [LONG_TEXT])
+async def test_a_sample_fits_what_slime_trains_on(args, evaluation, limit):
+    rollouts = Rollouts([LONG_TEXT])
     params = slime_sampling_params(max_new_tokens=4000)
-    sample = checked(await rollouts(params=params, evaluation=evaluation, **args), rollouts, **args)
+    sample = await rollouts.checked(params=params, evaluation=evaluation, **args)
     assert (sample.status.name, len(sample.tokens)) == ("TRUNCATED", limit)
     assert sample.metadata["strands_sglang"]["outcome"] == "context_window_overflow"
 
 
-async def test_prompt_too_long_for_training_is_a_removed_sample(chatml_tokenizer):
+async def test_prompt_too_long_for_training_is_a_removed_sample():
     args = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40}
-    rollouts = Rollouts(chatml_tokenizer, [])
-    sample = checked(await rollouts(**args), rollouts, **args)
+    rollouts = Rollouts([])
+    sample = await rollouts.checked(**args)
     assert (sample.status.name, len(sample.tokens)) == ("FAILED", 40)
     assert rollouts.server.requests == []
 
 
-async def test_shortened_history_stays_within_the_budget(chatml_tokenizer):
+async def test_shortened_history_stays_within_the_budget():
     def agent_factory(model, sample):
         manager = SlidingWindowConversationManager(window_size=2)
         return Agent(model=model, tools=make_tools()[0], callback_handler=None, conversation_manager=manager)
 
-    rollouts = Rollouts(chatml_tokenizer, lambda request: CALL, agent_factory=agent_factory, fan_out=True)
-    samples = checked(await rollouts(params=slime_sampling_params(max_new_tokens=200)), rollouts)
+    rollouts = Rollouts(lambda request: CALL, agent_factory=agent_factory, fan_out=True)
+    samples = await rollouts.checked(params=slime_sampling_params(max_new_tokens=200))
     sampled = sum(len(response.body["output_ids"]) for response in rollouts.server.responses)
     assert sampled <= 200 and all(sample.response_length <= 200 for sample in samples)
     check_against_server(samples, rollouts.server, all_trained=True)
@@ -301,16 +300,16 @@ async def test_shortened_history_stays_within_the_budget(chatml_tokenizer):
         ({"max_messages": 5}, "max_messages_reached", 2),
     ],
 )
-async def test_limits_truncate(limits, outcome, calls, chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, lambda request: CALL, **limits)
-    sample = checked(await rollouts(params=slime_sampling_params(max_new_tokens=4000)), rollouts)
+async def test_limits_truncate(limits, outcome, calls):
+    rollouts = Rollouts(lambda request: CALL, **limits)
+    sample = await rollouts.checked(params=slime_sampling_params(max_new_tokens=4000))
     assert (sample.status.name, sample.metadata["strands_sglang"]["outcome"]) == ("TRUNCATED", outcome)
     assert len(rollouts.server.requests) == calls
 
 
-async def test_episode_that_takes_too_long_is_truncated(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [CALL, ScriptedAnswer(ANSWER, latency_s=60)], timeout=1.0)
-    sample = checked(await rollouts(), rollouts)
+async def test_episode_that_takes_too_long_is_truncated():
+    rollouts = Rollouts([CALL, ScriptedAnswer(ANSWER, latency_s=60)], timeout=1.0)
+    sample = await rollouts.checked()
     assert (sample.status.name, sample.remove_sample) == ("TRUNCATED", True)
     assert sample.metadata["strands_sglang"]["outcome"] == "timeout"
 
@@ -344,29 +343,29 @@ ERRORS = {
 
 @pytest.mark.parametrize("fan_out", [False, True])
 @pytest.mark.parametrize("error", ERRORS)
-async def test_error_in_an_episode_gives_a_removed_sample(error, fan_out, chatml_tokenizer):
+async def test_error_in_an_episode_gives_a_removed_sample(error, fan_out):
     answers, settings, outcome = ERRORS[error]
-    rollouts = Rollouts(chatml_tokenizer, answers, fan_out=fan_out, **settings)
-    result = checked(await rollouts(), rollouts)
+    rollouts = Rollouts(answers, fan_out=fan_out, **settings)
+    result = await rollouts.checked()
     assert isinstance(result, list) is fan_out
     for sample in result if fan_out else [result]:
         assert sample.remove_sample and sample.reward == 0.0
         assert sample.metadata["strands_sglang"]["outcome"] == outcome
 
 
-async def test_error_in_a_tool_goes_to_the_model(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [call("broken", reason="x"), ANSWER])
-    assert checked(await rollouts(), rollouts).status.name == "COMPLETED"
+async def test_error_in_a_tool_goes_to_the_model():
+    rollouts = Rollouts([call("broken", reason="x"), ANSWER])
+    assert (await rollouts.checked()).status.name == "COMPLETED"
 
 
-async def test_cancellation_propagates_to_the_caller(chatml_tokenizer):
+async def test_cancellation_propagates_to_the_caller():
     asked = asyncio.Event()
 
     async def never(request):
         asked.set()
         await asyncio.Event().wait()
 
-    task = asyncio.ensure_future(Rollouts(chatml_tokenizer, [never])())
+    task = asyncio.ensure_future(Rollouts([never])())
     await asked.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -377,20 +376,20 @@ async def test_cancellation_propagates_to_the_caller(chatml_tokenizer):
 
 
 @pytest.mark.parametrize("status", ["COMPLETED", "TRUNCATED"])
-async def test_finished_sample_is_returned_unchanged(status, chatml_tokenizer):
+async def test_finished_sample_is_returned_unchanged(status):
     sample = Sample(status=Sample.Status[status], tokens=[1, 2], reward=1.0)
     before = copy.deepcopy(sample)
-    assert await Rollouts(chatml_tokenizer, [])(sample) == before
-    assert await Rollouts(chatml_tokenizer, [], fan_out=True)(sample) == [before]
+    assert await Rollouts([])(sample) == before
+    assert await Rollouts([], fan_out=True)(sample) == [before]
 
 
 @pytest.mark.parametrize("fan_out", [False, True])
-async def test_failed_sample_is_generated_again_without_a_trace(fan_out, chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [CALL, ScriptedFault("drop"), CALL, ANSWER], fan_out=fan_out)
+async def test_failed_sample_is_generated_again_without_a_trace(fan_out):
+    rollouts = Rollouts([CALL, ScriptedFault("drop"), CALL, ANSWER], fan_out=fan_out)
     given = Sample(index=3, group_index=1, prompt=QUESTION, session_id="s")
     await rollouts(given)
     again = await rollouts(given)
-    fresh = await Rollouts(chatml_tokenizer, [CALL, ANSWER], fan_out=fan_out)(
+    fresh = await Rollouts([CALL, ANSWER], fan_out=fan_out)(
         Sample(index=3, group_index=1, prompt=QUESTION, session_id="s")
     )
     for one, other in zip(again if fan_out else [again], fresh if fan_out else [fresh], strict=True):
@@ -402,7 +401,7 @@ async def test_failed_sample_is_generated_again_without_a_trace(fan_out, chatml_
 async def test_evaluation_gives_one_sample_without_a_session(chatml_tokenizer, monkeypatch):
     params = slime_sampling_params(top_p=0.7)
     before = copy.deepcopy(params)
-    rollouts = Rollouts(chatml_tokenizer, lambda request: ANSWER, fan_out=True)
+    rollouts = Rollouts(lambda request: ANSWER, fan_out=True)
     args = {"rollout_top_p": 0.9, "custom_reward_post_process_path": "x", **moe_args()}
     samples = await asyncio.gather(
         *(rollouts(Sample(index=i, prompt=QUESTION), params=params, evaluation=True, **args) for i in range(3))
@@ -412,8 +411,8 @@ async def test_evaluation_gives_one_sample_without_a_session(chatml_tokenizer, m
     assert len({sample.session_id for sample in samples}) == 3 and all(sample.session_id for sample in samples)
 
 
-async def test_session_from_slime_is_kept(chatml_tokenizer):
-    sample = await Rollouts(chatml_tokenizer, [ANSWER])(Sample(prompt=QUESTION, session_id="given"))
+async def test_session_from_slime_is_kept():
+    sample = await Rollouts([ANSWER])(Sample(prompt=QUESTION, session_id="given"))
     assert sample.session_id == "given"
 
 
@@ -426,33 +425,33 @@ async def test_session_from_slime_is_kept(chatml_tokenizer):
         ({"log_passrate": True}, "log_passrate"),
     ],
 )
-async def test_fan_out_that_slime_does_not_support_is_an_error(args, message, chatml_tokenizer):
+async def test_fan_out_that_slime_does_not_support_is_an_error(args, message):
     with pytest.raises(SlimeExportError, match=message):
-        await Rollouts(chatml_tokenizer, [], fan_out=True)(**args)
+        await Rollouts([], fan_out=True)(**args)
 
 
 @pytest.mark.parametrize("args", [{"advantage_estimator": "ppo"}, {"rewards_normalization": False}])
-async def test_fan_out_needs_no_post_process_without_normalization(args, chatml_tokenizer):
+async def test_fan_out_needs_no_post_process_without_normalization(args):
     """PPO and unnormalized rewards were rejected."""
-    rollouts = Rollouts(chatml_tokenizer, [ANSWER], fan_out=True)
+    rollouts = Rollouts([ANSWER], fan_out=True)
     assert len(await rollouts(custom_reward_post_process_path=None, **args)) == 1
 
 
-async def test_fanned_out_samples_can_be_read_like_a_sample(chatml_tokenizer):
+async def test_fanned_out_samples_can_be_read_like_a_sample():
     """slime's fully asynchronous rollout raised TypeError, because it sorts groups by their members' index."""
-    samples = await Rollouts(chatml_tokenizer, [ANSWER], fan_out=True)()
+    samples = await Rollouts([ANSWER], fan_out=True)()
     assert isinstance(samples, list) and samples.index == samples[0].index == 3
     samples[0].reward = {"score": 0.5}
     assert samples.get_reward_value(slime_args(reward_key="score")) == 0.5
 
 
-async def test_failed_episode_has_its_cause_in_metadata_and_log(chatml_tokenizer, caplog):
+async def test_failed_episode_has_its_cause_in_metadata_and_log(caplog):
     """The cause of a failed episode was only in the log, once per sample."""
 
     def agent_factory(model, sample):
         raise LookupError("there is no such agent")
 
-    rollouts = Rollouts(chatml_tokenizer, [], agent_factory=agent_factory)
+    rollouts = Rollouts([], agent_factory=agent_factory)
     for _ in range(3):
         sample = await rollouts()
         assert sample.metadata["strands_sglang"]["error"] == "LookupError: there is no such agent"
@@ -462,21 +461,21 @@ async def test_failed_episode_has_its_cause_in_metadata_and_log(chatml_tokenizer
 
 
 @pytest.mark.parametrize("reward", ["good", [1.0], object()])
-async def test_reward_that_is_not_a_number_removes_its_sample(reward, chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [ANSWER], reward=lambda agent, sample: reward)
-    sample = checked(await rollouts(), rollouts)
+async def test_reward_that_is_not_a_number_removes_its_sample(reward):
+    rollouts = Rollouts([ANSWER], reward=lambda agent, sample: reward)
+    sample = await rollouts.checked()
     assert (sample.reward, sample.remove_sample) == (0.0, True)
 
 
-async def test_data_for_replay_is_requested(chatml_tokenizer, monkeypatch):
+async def test_data_for_replay_is_requested(monkeypatch):
     tell_top_p(monkeypatch)
     params = slime_sampling_params(top_p=0.9, custom_params={"return_top_p_token_ids": True})
     args = {"rollout_top_p": 0.9, **moe_args()}
-    rollouts = Rollouts(chatml_tokenizer, [CALL, ANSWER], server={"experts": EXPERTS})
-    sample = checked(await rollouts(params=params, **args), rollouts, **args)
+    rollouts = Rollouts([CALL, ANSWER], server={"experts": EXPERTS})
+    sample = await rollouts.checked(params=params, **args)
     assert sample.rollout_routed_experts.shape[0] == len(sample.tokens) - 1
-    failed = Rollouts(chatml_tokenizer, [], server={"experts": EXPERTS})
-    checked(await failed(params=params, **args), failed, **args)
+    failed = Rollouts([], server={"experts": EXPERTS})
+    await failed.checked(params=params, **args)
 
 
 @pytest.mark.parametrize(
@@ -497,8 +496,8 @@ def test_invalid_settings_are_errors_at_once(settings, message):
         make_generate(**settings)
 
 
-async def test_facts_about_a_server_outlive_a_rollout(chatml_tokenizer):
-    rollouts, asked = Rollouts(chatml_tokenizer, lambda request: ANSWER), []
+async def test_facts_about_a_server_outlive_a_rollout():
+    rollouts, asked = Rollouts(lambda request: ANSWER), []
     answer = rollouts.server.transport().handle_async_request
 
     async def note(request):
@@ -515,25 +514,25 @@ async def test_facts_about_a_server_outlive_a_rollout(chatml_tokenizer):
     assert (asked.count("/generate"), asked.count("/tokenize")) == (3, 1)
 
 
-async def test_no_request_is_sent_once_slime_aborts(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [])
+async def test_no_request_is_sent_once_slime_aborts():
+    rollouts = Rollouts([])
     rollouts.state.aborted = True
     sample = await rollouts()
     assert (sample.status.name, sample.reward, rollouts.server.requests) == ("ABORTED", None, [])
 
 
 @pytest.mark.parametrize("answer", [CALL, CUT], ids=["between two turns", "in the middle of an answer"])
-async def test_an_episode_stops_at_once_when_slime_aborts(answer, chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [])
+async def test_an_episode_stops_at_once_when_slime_aborts(answer):
+    rollouts = Rollouts([])
     rollouts.answers.extend([CALL, rollouts.aborts_with(answer)])
-    sample = checked(await rollouts(), rollouts)
+    sample = await rollouts.checked()
     assert (sample.status.name, sample.reward, len(rollouts.server.requests)) == ("ABORTED", None, 2)
 
 
 async def test_fully_async_rollouts_rerun_aborted_samples(chatml_tokenizer):
     args = {"rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async"}
-    rollouts = Rollouts(chatml_tokenizer, [CALL, CUT, CALL, ANSWER])
-    sample = checked(await rollouts(**args), rollouts)
+    rollouts = Rollouts([CALL, CUT, CALL, ANSWER])
+    sample = await rollouts.checked(**args)
     assert (sample.status.name, sample.reward) == ("ABORTED", None)
     again = await rollouts(sample, **args)
     assert again is sample and again.status.name == "COMPLETED"
@@ -542,7 +541,7 @@ async def test_fully_async_rollouts_rerun_aborted_samples(chatml_tokenizer):
     assert len(again.weight_versions) == 2
 
 
-async def test_an_agent_that_cancels_itself_is_not_run_again(chatml_tokenizer):
+async def test_an_agent_that_cancels_itself_is_not_run_again():
     def agent_factory(model, sample):
         @tool(context=True)
         def give_up(tool_context: Any) -> str:
@@ -553,15 +552,15 @@ async def test_an_agent_that_cancels_itself_is_not_run_again(chatml_tokenizer):
         return Agent(model=model, tools=[give_up], callback_handler=None)
 
     args = {"rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async"}
-    rollouts = Rollouts(chatml_tokenizer, [call("give_up")], agent_factory=agent_factory)
-    sample = checked(await rollouts(**args), rollouts)
+    rollouts = Rollouts([call("give_up")], agent_factory=agent_factory)
+    sample = await rollouts.checked(**args)
     assert (sample.status.name, sample.remove_sample) == ("TRUNCATED", True)
 
 
-async def test_lists_are_aborted_only_if_slime_aborts_everything(chatml_tokenizer):
+async def test_lists_are_aborted_only_if_slime_aborts_everything():
     args = {"rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async"}
-    rollouts = Rollouts(chatml_tokenizer, [CALL, CUT], fan_out=True)
-    [sample] = checked(await rollouts(**args), rollouts)
+    rollouts = Rollouts([CALL, CUT], fan_out=True)
+    [sample] = await rollouts.checked(**args)
     assert (sample.status.name, sample.remove_sample, sample.reward) == ("TRUNCATED", True, 0.0)
 
 
@@ -595,13 +594,13 @@ async def test_partial_rollout_continues_from_its_tokens(replayed, mask_off_poli
         tell_top_p(monkeypatch)
         params["custom_params"] = {"return_top_p_token_ids": True}
         args |= {"rollout_top_p": 0.9, **moe_args()}
-    rollouts = Rollouts(chatml_tokenizer, [], server={"experts": EXPERTS})
+    rollouts = Rollouts([], server={"experts": EXPERTS})
     rest = ScriptedAnswer(" 425, which is my answer.")
     rollouts.answers.extend([CALL, rollouts.aborts_with(CUT), rest])
     left = copy.deepcopy(await rollouts(params=params, **PARTIAL, **args))
     check_rollouts(left, slime_args(**PARTIAL, **args), chatml_tokenizer)
     rollouts.state.aborted, rollouts.server.weight_version = False, "2"
-    done = checked(await rollouts(in_storage(left), params=params, **PARTIAL, **args), rollouts, **args)
+    done = await rollouts.checked(in_storage(left), params=params, **PARTIAL, **args)
     assert done.status.name == "COMPLETED" and rollouts.ran == ["25 * 17"]
     assert done.tokens[: len(left.tokens)] == left.tokens
     assert rollouts.server.requests[-1].input_ids == left.tokens
@@ -616,27 +615,27 @@ async def test_partial_rollout_continues_from_its_tokens(replayed, mask_off_poli
         check_against_server(done, rollouts.server, all_trained=True)
 
 
-async def test_limits_and_the_budget_count_over_all_parts(chatml_tokenizer):
+async def test_limits_and_the_budget_count_over_all_parts():
     params = slime_sampling_params(max_new_tokens=230)
-    rollouts = Rollouts(chatml_tokenizer, [], max_tool_iters=3)
+    rollouts = Rollouts([], max_tool_iters=3)
     answers = [CALL, CALL, rollouts.aborts_with(CUT), ScriptedAnswer(LONG_TEXT)]
     rollouts.answers.extend(answers)
     left = await rollouts(params=params, **PARTIAL)
     rollouts.state.aborted = False
-    done = checked(await rollouts(in_storage(left), params=params, **PARTIAL), rollouts)
+    done = await rollouts.checked(in_storage(left), params=params, **PARTIAL)
     assert (done.status.name, done.response_length) == ("TRUNCATED", 230)
 
-    rollouts = Rollouts(chatml_tokenizer, [], max_tool_iters=4)
+    rollouts = Rollouts([], max_tool_iters=4)
     _, done = await two_parts(rollouts, [CALL, CALL, rollouts.aborts_with(CALL), CALL])
     assert done.metadata["strands_sglang"]["tool_iterations"] == 4
-    rollouts = Rollouts(chatml_tokenizer, [], max_turns=3)
+    rollouts = Rollouts([], max_turns=3)
     _, done = await two_parts(rollouts, [CALL, rollouts.aborts_with(CUT), CALL, CALL])
     assert done.metadata["strands_sglang"]["outcome"] == "max_turns_reached"
     assert len(rollouts.server.requests) == 4  # three turns, one of them in two requests
 
 
-async def test_abort_between_turns_continues_with_the_next_turn(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [])
+async def test_abort_between_turns_continues_with_the_next_turn():
+    rollouts = Rollouts([])
     left, done = await two_parts(rollouts, [CALL, rollouts.aborts_with(CALL), ANSWER])
     checked(done, rollouts)
     assert done.tokens[: len(left.tokens)] == left.tokens and len(rollouts.server.requests) == 3
@@ -644,8 +643,8 @@ async def test_abort_between_turns_continues_with_the_next_turn(chatml_tokenizer
     check_against_server(done, rollouts.server, all_trained=True)
 
 
-async def test_abort_before_any_token_requests_again(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [])
+async def test_abort_before_any_token_requests_again():
+    rollouts = Rollouts([])
     queued = ScriptedAnswer("", finish_reason="abort")
     left, done = await two_parts(rollouts, [rollouts.aborts_with(queued), CALL, ANSWER])
     assert left.status.name == "ABORTED" and left.reward is None
@@ -653,7 +652,7 @@ async def test_abort_before_any_token_requests_again(chatml_tokenizer):
 
 
 async def test_a_rollout_can_be_aborted_again_and_again(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [])
+    rollouts = Rollouts([])
     parts = [ScriptedAnswer(text, finish_reason="abort") for text in ("25 *", " 17", " is")]
     answers = [CALL, *(rollouts.aborts_with(part) for part in parts), ScriptedAnswer(" 425.")]
     rollouts.answers.extend(answers)
@@ -667,13 +666,13 @@ async def test_a_rollout_can_be_aborted_again_and_again(chatml_tokenizer):
         check_rollouts(sample, slime_args(), chatml_tokenizer)
         assert sample.status.name == "ABORTED" and sample.tokens[: len(before.tokens)] == before.tokens
     rollouts.state.aborted = False
-    done = checked(await rollouts(in_storage(sample), **PARTIAL), rollouts)
+    done = await rollouts.checked(in_storage(sample), **PARTIAL)
     assert done.response.endswith("25 * 17 is 425.<|im_end|>")
     check_against_server(done, rollouts.server, all_trained=True)
 
 
 async def test_cut_answer_that_fills_the_budget_is_truncated(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [])
+    rollouts = Rollouts([])
     count = len(chatml_tokenizer.encode("25 * 17 is", add_special_tokens=False))
     rollouts.answers.extend([rollouts.aborts_with(CUT)])
     left = await rollouts(params=slime_sampling_params(max_new_tokens=count + 5), **PARTIAL)
@@ -684,7 +683,7 @@ async def test_cut_answer_that_fills_the_budget_is_truncated(chatml_tokenizer):
 
 
 async def test_failed_part_is_removed_and_starts_again(chatml_tokenizer):
-    rollouts = Rollouts(chatml_tokenizer, [])
+    rollouts = Rollouts([])
     _, failed = await two_parts(rollouts, [CALL, rollouts.aborts_with(CUT), ScriptedFault("drop"), CALL, ANSWER])
     assert (failed.status.name, failed.remove_sample) == ("FAILED", True)
     done = await rollouts(failed, **PARTIAL)
@@ -692,7 +691,7 @@ async def test_failed_part_is_removed_and_starts_again(chatml_tokenizer):
     assert (done.status.name, done.remove_sample, done.reward) == ("COMPLETED", False, None)
 
 
-async def test_abort_in_an_agent_tool_starts_the_sample_again(chatml_tokenizer):
+async def test_abort_in_an_agent_tool_starts_the_sample_again():
     def agent_factory(model, sample):
         @tool
         async def delegate(task: str) -> str:
@@ -704,13 +703,13 @@ async def test_abort_in_an_agent_tool_starts_the_sample_again(chatml_tokenizer):
         )
 
     delegated = call("delegate", task="Multiply.")
-    rollouts = Rollouts(chatml_tokenizer, [], agent_factory=agent_factory)
+    rollouts = Rollouts([], agent_factory=agent_factory)
     _, done = await two_parts(rollouts, [delegated, rollouts.aborts_with(CUT), delegated, "425", ANSWER])
     assert done.status.name == "COMPLETED" and len(rollouts.server.requests) == 5
     assert "425" in rollouts.server.requests[-1].text and "abort" not in done.response
 
 
-async def test_partial_rollout_keeps_the_agents_state(chatml_tokenizer):
+async def test_partial_rollout_keeps_the_agents_state():
     seen = []
 
     def agent_factory(model, sample):
@@ -724,13 +723,13 @@ async def test_partial_rollout_keeps_the_agents_state(chatml_tokenizer):
 
         return Agent(model=model, tools=[count], callback_handler=None, conversation_manager=NullConversationManager())
 
-    rollouts = Rollouts(chatml_tokenizer, [], agent_factory=agent_factory)
+    rollouts = Rollouts([], agent_factory=agent_factory)
     await two_parts(rollouts, [call("count"), rollouts.aborts_with(call("count")), call("count"), ANSWER])
     assert seen == [1, 2, 3]
 
 
-async def test_unreadable_partial_rollout_starts_again(chatml_tokenizer, caplog):
-    rollouts = Rollouts(chatml_tokenizer, [])
+async def test_unreadable_partial_rollout_starts_again(caplog):
+    rollouts = Rollouts([])
     rollouts.answers.extend([CALL, rollouts.aborts_with(CUT), CALL, ANSWER])
     sample = await rollouts(**PARTIAL)
     rollouts.state.aborted = False
@@ -805,9 +804,7 @@ def test_every_failed_episode_becomes_a_sample(
     if replayed:
         args |= {"rollout_top_p": 0.9, **moe_args()}
         params["custom_params"] = {"return_top_p_token_ids": True}
-    rollouts = Rollouts(
-        chatml_tokenizer, [], server={"experts": EXPERTS}, agent_factory=agent_factory, fan_out=fan_out, max_turns=6
-    )
+    rollouts = Rollouts([], server={"experts": EXPERTS}, agent_factory=agent_factory, fan_out=fan_out, max_turns=6)
     entries = [rollouts.aborts_with(answer) if aborts else answer for answer, aborts in script]
     rollouts.answers.extend([*entries, *([ANSWER] * 20)])
 
@@ -866,11 +863,11 @@ EPISODES = [
 ]
 
 
-async def test_samples_match_the_documented_table(chatml_tokenizer):
+async def test_samples_match_the_documented_table():
     documented = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows(TEXT, "the episode")]
     for (_, status, tokens, reward, removed), (answers, outcome, others) in zip(documented, EPISODES, strict=True):
-        episode = await play(chatml_tokenizer, answers)
-        sample = export(episode, chatml_tokenizer, outcome, failure_reward=-1.0, **others)
+        episode = await play(answers)
+        sample = export(episode, outcome, failure_reward=-1.0, **others)
         assert sample.status.name == status.replace("as above", "COMPLETED")
         assert sample.remove_sample is (removed == "yes")
         assert any(sample.loss_mask) is ("masked" not in tokens)
@@ -905,10 +902,10 @@ def test_the_tryout_runs_in_a_process_of_its_own(chatml_tokenizer, tmp_path):
 
 @pytest.mark.parametrize("fan_out", [False, True])
 @pytest.mark.parametrize("end", ENDS)
-async def test_every_outcome_gives_a_usable_sample(end, fan_out, chatml_tokenizer):
+async def test_every_outcome_gives_a_usable_sample(end, fan_out):
     answers, settings, status, removed, reward = ENDS[end]
-    episode = await play(chatml_tokenizer, answers, **settings)
-    samples = export(episode, chatml_tokenizer, fan_out=fan_out)
+    episode = await play(answers, **settings)
+    samples = export(episode, fan_out=fan_out)
     assert isinstance(samples, list) is fan_out
     sample = samples[0] if fan_out else samples
     assert (sample.status.name, sample.remove_sample, sample.reward) == (status, removed, reward)
@@ -922,8 +919,8 @@ async def test_every_outcome_gives_a_usable_sample(end, fan_out, chatml_tokenize
 @pytest.mark.parametrize("abort_requested", [True, False])
 @pytest.mark.parametrize("reason", TerminationReason)
 async def test_every_reason_has_a_status_and_a_reward(reason, abort_requested, sampled, chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [CALL, ANSWER] if sampled else [])
-    sample = export(episode, chatml_tokenizer, reason, abort_requested=abort_requested)
+    episode = await play([CALL, ANSWER] if sampled else [])
+    sample = export(episode, reason, abort_requested=abort_requested)
     aborted = OUTCOMES[reason].slime_status == "ABORTED"
     if aborted and abort_requested:
         assert (sample.status.name, sample.remove_sample) == ("ABORTED", False)
@@ -943,9 +940,9 @@ async def test_every_reason_has_a_status_and_a_reward(reason, abort_requested, s
     assert (as_outcome.status, as_outcome.remove_sample) == (sample.status, sample.remove_sample)
 
 
-async def test_every_sampled_token_is_trained(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [CALL, ANSWER])
-    sample = export(episode, chatml_tokenizer)
+async def test_every_sampled_token_is_trained():
+    episode = await play([CALL, ANSWER])
+    sample = export(episode)
     check_against_server(sample, episode.server, all_trained=True)
     last = episode.server.requests[-1]
     assert sample.tokens == [*last.input_ids, *episode.server.responses[-1].body["output_ids"]]
@@ -957,42 +954,42 @@ async def test_every_sampled_token_is_trained(chatml_tokenizer):
     assert sample.non_generation_time == 0.0
 
 
-async def test_unseen_tool_results_are_not_in_the_sample(chatml_tokenizer):
-    sample = export(await play(chatml_tokenizer, [CALL] * 3), chatml_tokenizer)
+async def test_unseen_tool_results_are_not_in_the_sample():
+    sample = export(await play([CALL] * 3))
     assert sample.loss_mask[-1] == 1
     assert sample.response.count("<tool_response>") == 2
 
 
-async def test_partial_answer_is_trained_only_if_continued(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [CALL, CUT])
-    kept = export(episode, chatml_tokenizer, abort_requested=True)
+async def test_partial_answer_is_trained_only_if_continued():
+    episode = await play([CALL, CUT])
+    kept = export(episode, abort_requested=True)
     assert kept.status.name == "ABORTED" and kept.reward is None and kept.loss_mask[-1] == 1
     check_against_server(kept, episode.server, all_trained=True)
-    masked = export(episode, chatml_tokenizer, "max_tokens_reached")
+    masked = export(episode, "max_tokens_reached")
     assert masked.status.name == "TRUNCATED" and not masked.remove_sample
     assert any(masked.loss_mask) and masked.loss_mask[-1] == 0
 
 
-async def test_unfinished_episode_is_never_completed(chatml_tokenizer):
+async def test_unfinished_episode_is_never_completed():
     for answers in ([CALL, LONG], [CALL, CUT]):
-        episode = await play(chatml_tokenizer, answers)
-        assert export(episode, chatml_tokenizer, "task_complete").status.name == "TRUNCATED"
+        episode = await play(answers)
+        assert export(episode, "task_complete").status.name == "TRUNCATED"
 
 
-async def test_call_in_flight_leaves_the_sample_unfinished(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [CALL, ANSWER])
+async def test_call_in_flight_leaves_the_sample_unfinished():
+    episode = await play([CALL, ANSWER])
     last = episode.trajectory.turns[-1]
     unfinished = replace(last, parent=last, generation=None, index=2, status=type(last.status).ASKED)
     episode.trajectory._turns.append(unfinished)  # as while a request is on its way
-    sample = export(episode, chatml_tokenizer, "task_complete")
+    sample = export(episode, "task_complete")
     assert sample.status.name == "TRUNCATED"
     assert sample.tokens == last.token_ids()
 
 
-async def test_timeout_has_a_reward_only_after_an_answer(chatml_tokenizer):
-    answered = export(await play(chatml_tokenizer, [CALL, ANSWER]), chatml_tokenizer, "timeout", reward=1.0)
+async def test_timeout_has_a_reward_only_after_an_answer():
+    answered = export(await play([CALL, ANSWER]), "timeout", reward=1.0)
     assert (answered.status.name, answered.reward, answered.remove_sample) == ("TRUNCATED", 1.0, False)
-    without = export(await play(chatml_tokenizer, [CALL]), chatml_tokenizer, "timeout", reward=1.0)
+    without = export(await play([CALL]), "timeout", reward=1.0)
     assert (without.status.name, without.reward, without.remove_sample) == ("TRUNCATED", 0.0, True)
 
 
@@ -1000,44 +997,44 @@ async def test_timeout_has_a_reward_only_after_an_answer(chatml_tokenizer):
 
 
 @pytest.mark.parametrize(("reward", "kept"), [(None, None), (1, 1.0), (0.5, 0.5), (torch.tensor(0.25), 0.25)])
-async def test_reward_is_kept_and_none_is_left_to_slime(reward, kept, chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [ANSWER])
-    samples = export(episode, chatml_tokenizer, reward=reward, fan_out=True)
+async def test_reward_is_kept_and_none_is_left_to_slime(reward, kept):
+    episode = await play([ANSWER])
+    samples = export(episode, reward=reward, fan_out=True)
     assert [sample.reward for sample in samples] == [kept]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308])
-async def test_nonfinite_reward_removes_the_sample(reward, chatml_tokenizer, caplog):
-    sample = export(await play(chatml_tokenizer, [ANSWER]), chatml_tokenizer, reward=reward)
+async def test_nonfinite_reward_removes_the_sample(reward, caplog):
+    sample = export(await play([ANSWER]), reward=reward)
     assert (sample.status.name, sample.reward, sample.remove_sample) == ("COMPLETED", 0.0, True)
     assert "not a finite number" in caplog.text
 
 
-async def test_reward_dictionary_needs_a_number_at_slimes_key(chatml_tokenizer):
+async def test_reward_dictionary_needs_a_number_at_slimes_key():
     args = slime_args(reward_key="score")
-    episode = await play(chatml_tokenizer, [ANSWER])
+    episode = await play([ANSWER])
     good = {"score": 1.0, "pred": None}
-    sample = export(episode, chatml_tokenizer, args=args, reward=good)
+    sample = export(episode, args=args, reward=good)
     assert sample.reward == good and sample.reward is not good
     for bad in ({"score": math.nan}, {"score": None}, {}):
-        sample = export(episode, chatml_tokenizer, args=args, reward=bad)
+        sample = export(episode, args=args, reward=bad)
         assert (sample.reward, sample.remove_sample) == ({"score": 0.0}, True)
-    failed = export(await play(chatml_tokenizer, []), chatml_tokenizer, args=args, failure_reward=-1.0)
+    failed = export(await play([]), args=args, failure_reward=-1.0)
     assert failed.reward == {"score": -1.0}
 
 
 # --- several sequences ---
 
 
-async def test_without_fan_out_the_latest_sequence_is_the_sample(chatml_tokenizer):
-    episode = await forked(chatml_tokenizer)
-    sample = export(episode, chatml_tokenizer)
+async def test_without_fan_out_the_latest_sequence_is_the_sample():
+    episode = await forked()
+    sample = export(episode)
     assert sample.tokens == episode.trajectory.latest_main_sequence().token_ids
     assert sample.metadata["strands_sglang"]["other_sequences"] == 1
 
 
 async def test_fan_out_trains_every_token_once(chatml_tokenizer):
-    episode = await forked(chatml_tokenizer)
+    episode = await forked()
     given = stale_sample(metadata={"own": []})
     samples = to_slime_samples(
         episode.trajectory, given, episode.reason, tokenizer=chatml_tokenizer, fan_out=True, reward=1.0
@@ -1052,29 +1049,29 @@ async def test_fan_out_trains_every_token_once(chatml_tokenizer):
 
 
 async def test_fan_out_without_an_index_still_has_a_rollout_id(chatml_tokenizer):
-    episode = await forked(chatml_tokenizer)
+    episode = await forked()
     samples = to_slime_samples(episode.trajectory, Sample(), episode.reason, tokenizer=chatml_tokenizer, fan_out=True)
     check_rollouts([samples], slime_args(), chatml_tokenizer)
 
 
-async def test_retried_cut_answer_is_not_a_separate_sample(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [CALL, CUT, ANSWER])
+async def test_retried_cut_answer_is_not_a_separate_sample():
+    episode = await play([CALL, CUT, ANSWER])
     await episode.agent.invoke_async([])
-    [sample] = export(episode, chatml_tokenizer, "task_complete", fan_out=True)
+    [sample] = export(episode, "task_complete", fan_out=True)
     assert sample.status.name == "COMPLETED" and sample.loss_mask[-1] == 1
 
 
-async def test_a_failed_rollout_fans_out_to_one_removed_sample(chatml_tokenizer):
-    episode = await forked(chatml_tokenizer)
-    [sample] = export(episode, chatml_tokenizer, "infrastructure_error", fan_out=True)
+async def test_a_failed_rollout_fans_out_to_one_removed_sample():
+    episode = await forked()
+    [sample] = export(episode, "infrastructure_error", fan_out=True)
     assert sample.remove_sample
 
 
-async def test_samples_share_nothing_with_the_trajectory(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [CALL, ANSWER])
-    first, second = (export(episode, chatml_tokenizer) for _ in range(2))
+async def test_samples_share_nothing_with_the_trajectory():
+    episode = await play([CALL, ANSWER])
+    first, second = (export(episode) for _ in range(2))
     first.tokens[:], first.loss_mask[:], first.rollout_log_probs[:] = [], [], []
-    assert second == export(episode, chatml_tokenizer)
+    assert second == export(episode)
 
 
 # --- what is missing ---
@@ -1088,26 +1085,26 @@ def test_an_empty_trajectory_is_a_masked_sample(chatml_tokenizer):
         assert (sample.status.name, sample.loss_mask, len(sample.tokens)) == ("FAILED", [0], 2)
 
 
-async def test_prompt_without_an_answer_is_cut_to_the_limit(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [])
+async def test_prompt_without_an_answer_is_cut_to_the_limit():
+    episode = await play([])
     args = slime_args(use_dynamic_batch_size=True, max_tokens_per_gpu=50)
-    assert len(export(episode, chatml_tokenizer, args=args).tokens) == 50
+    assert len(export(episode, args=args).tokens) == 50
 
 
-async def test_missing_logprobs_are_an_error_with_a_remedy(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [CALL, ANSWER], return_logprob=False)
+async def test_missing_logprobs_are_an_error_with_a_remedy():
+    episode = await play([CALL, ANSWER], return_logprob=False)
     with pytest.raises(SlimeExportError, match="return_logprob"):
-        export(episode, chatml_tokenizer)
+        export(episode)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
-async def test_token_with_a_nonfinite_logprob_is_not_trained(logprob, chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [CALL, ANSWER])
+async def test_token_with_a_nonfinite_logprob_is_not_trained(logprob):
+    episode = await play([CALL, ANSWER])
     turn = episode.trajectory.turns[-1]
     logprobs = array("d", turn.generation.logprobs)
     logprobs[2] = logprob
     turn.generation = replace(turn.generation, logprobs=logprobs)
-    sample = export(episode, chatml_tokenizer)
+    sample = export(episode)
     assert sample.loss_mask[-len(logprobs) :] == [1, 1, 0, *[1] * (len(logprobs) - 3)]
     assert sample.metadata["strands_sglang"]["problems"] == ["1 tokens of call 1 have no finite logprob"]
 
@@ -1138,19 +1135,19 @@ def test_reward_of_a_wrong_type_is_an_error(chatml_tokenizer):
 MOE = {"server": {"experts": EXPERTS}, "return_routed_experts": True}
 
 
-async def test_routed_experts_have_a_row_per_token_but_the_last(chatml_tokenizer):
+async def test_routed_experts_have_a_row_per_token_but_the_last():
     args = slime_args(**moe_args())
-    episode = await play(chatml_tokenizer, [CALL, CALL, ANSWER], **MOE)
-    sample = export(episode, chatml_tokenizer, args=args)
+    episode = await play([CALL, CALL, ANSWER], **MOE)
+    sample = export(episode, args=args)
     assert sample.rollout_routed_experts.dtype == torch.int32
     assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, EXPERTS.layers, EXPERTS.top_k)
     last = torch.from_numpy(episode.trajectory.turns[-1].generation.expert_ids().copy())
     assert sample.rollout_routed_experts.reshape(last.shape).equal(last)
 
 
-async def test_sequences_that_fork_have_their_own_rows(chatml_tokenizer):
-    episode = await forked(chatml_tokenizer, **MOE)
-    samples = export(episode, chatml_tokenizer, args=slime_args(**moe_args()), fan_out=True)
+async def test_sequences_that_fork_have_their_own_rows():
+    episode = await forked(**MOE)
+    samples = export(episode, args=slime_args(**moe_args()), fan_out=True)
     assert len(samples) == 2
 
 
@@ -1158,12 +1155,11 @@ async def test_sequence_forked_before_an_odd_stop_has_its_own_rows(chatml_tokeni
     stops = [chatml_tokenizer.convert_tokens_to_ids(stop) for stop in ("<|im_end|>", "<|endoftext|>")]
     odd = ScriptedAnswer(CALL, stop_token_id=stops[1])
     episode = await play(
-        chatml_tokenizer,
         [odd, odd, ANSWER],
         server={"experts": EXPERTS, "stop_token_ids": stops},
         return_routed_experts=True,
     )
-    samples = export(episode, chatml_tokenizer, args=slime_args(**moe_args()), fan_out=True)
+    samples = export(episode, args=slime_args(**moe_args()), fan_out=True)
     assert len(samples) == 3
     check_against_server(samples, episode.server, experts=EXPERTS, all_trained=True)
 
@@ -1172,7 +1168,7 @@ async def test_sampled_tokens_have_the_rows_of_their_own_call(chatml_tokenizer):
     def encoded(rows):
         return base64.b64encode(rows.astype("<i4").tobytes()).decode()
 
-    episode = await play(chatml_tokenizer, [CALL, ANSWER], **MOE)
+    episode = await play([CALL, ANSWER], **MOE)
     first, second = (turn.generation.expert_ids() for turn in episode.trajectory.turns)
     episode.trajectory.turns[0].generation = replace(
         episode.trajectory.turns[0].generation,
@@ -1189,7 +1185,7 @@ async def test_sampled_tokens_have_the_rows_of_their_own_call(chatml_tokenizer):
 @pytest.mark.parametrize("missing", [0, 1])
 async def test_missing_rows_come_from_the_next_call_or_fail(missing, chatml_tokenizer):
     args = slime_args(**moe_args())
-    episode = await play(chatml_tokenizer, [CALL, CUT], **MOE)
+    episode = await play([CALL, CUT], **MOE)
     turn = episode.trajectory.turns[missing]
     turn.generation = replace(turn.generation, routed_experts=None)
     sample = to_slime_samples(
@@ -1199,19 +1195,19 @@ async def test_missing_rows_come_from_the_next_call_or_fail(missing, chatml_toke
     assert sample.remove_sample is (missing == 1)
 
 
-async def test_experts_of_another_model_are_an_error(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [ANSWER], **MOE)
+async def test_experts_of_another_model_are_an_error():
+    episode = await play([ANSWER], **MOE)
     with pytest.raises(SlimeExportError, match="another model's"):
-        export(episode, chatml_tokenizer, args=slime_args(**moe_args(num_layers=2)))
+        export(episode, args=slime_args(**moe_args(num_layers=2)))
 
 
-async def test_experts_that_were_not_requested_are_an_error(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [ANSWER])
+async def test_experts_that_were_not_requested_are_an_error():
+    episode = await play([ANSWER])
     with pytest.raises(SlimeExportError, match="return_routed_experts"):
-        export(episode, chatml_tokenizer, args=slime_args(**moe_args()))
+        export(episode, args=slime_args(**moe_args()))
     with pytest.raises(SlimeExportError, match="num_layers"):
-        export(episode, chatml_tokenizer, args=slime_args(use_rollout_routing_replay=True))
-    assert export(episode, chatml_tokenizer, args=slime_args(**moe_args()), evaluation=True)
+        export(episode, args=slime_args(use_rollout_routing_replay=True))
+    assert export(episode, args=slime_args(**moe_args()), evaluation=True)
 
 
 # --- top-p ---
@@ -1219,16 +1215,16 @@ async def test_experts_that_were_not_requested_are_an_error(chatml_tokenizer):
 TOP_P = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
 
 
-async def test_top_p_ids_are_those_of_the_trained_tokens(chatml_tokenizer, monkeypatch):
+async def test_top_p_ids_are_those_of_the_trained_tokens(monkeypatch):
     tell_top_p(monkeypatch)
     args = slime_args(rollout_top_p=0.9)
-    episode = await play(chatml_tokenizer, [CALL, CALL, ANSWER], sampling_params=TOP_P)
-    sample = export(episode, chatml_tokenizer, args=args)
+    episode = await play([CALL, CALL, ANSWER], sampling_params=TOP_P)
+    sample = export(episode, args=args)
     offsets, ids = sample.rollout_top_p_token_offsets.tolist(), sample.rollout_top_p_token_ids.tolist()
     response = sample.tokens[-sample.response_length :]
     for number, (token, mask) in enumerate(zip(response, sample.loss_mask, strict=True)):
         assert ids[offsets[number] : offsets[number + 1]] == ([token, *range(token % 3)] if mask else [])
-    branches = export(await forked(chatml_tokenizer, sampling_params=TOP_P), chatml_tokenizer, args=args, fan_out=True)
+    branches = export(await forked(sampling_params=TOP_P), args=args, fan_out=True)
     assert len(branches) == 2
 
 
@@ -1236,10 +1232,10 @@ STOCK = {"request_fields": {"return_sampling_mask": True}, "sampling_params": {"
 
 
 @pytest.mark.parametrize("answers", [[CALL, CALL, ANSWER], [CALL, CUT, ANSWER]], ids=["whole", "resumed"])
-async def test_sampling_masks_of_the_stock_server_are_replayed(answers, chatml_tokenizer):
+async def test_sampling_masks_of_the_stock_server_are_replayed(answers):
     """slime's top-p replay works without slime's SGLang."""
-    episode = await play(chatml_tokenizer, answers, on_abort="resume", **STOCK)
-    sample = export(episode, chatml_tokenizer, args=slime_args(rollout_top_p=0.9))
+    episode = await play(answers, on_abort="resume", **STOCK)
+    sample = export(episode, args=slime_args(rollout_top_p=0.9))
     offsets, ids = sample.rollout_top_p_token_offsets.tolist(), sample.rollout_top_p_token_ids.tolist()
     told = [
         row for response in episode.server.responses for row in response.body["meta_info"]["output_token_sampling_mask"]
@@ -1249,54 +1245,54 @@ async def test_sampling_masks_of_the_stock_server_are_replayed(answers, chatml_t
     assert not any(row for row, mask in zip(rows, sample.loss_mask, strict=True) if not mask)
 
 
-async def test_tokens_without_top_p_ids_are_masked(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [CUT, ANSWER], on_abort="resume", **STOCK)
+async def test_tokens_without_top_p_ids_are_masked():
+    episode = await play([CUT, ANSWER], on_abort="resume", **STOCK)
     (turn,) = episode.trajectory.turns
     cut = len(episode.server.responses[0].body["output_ids"])
     mask = turn.generation.sampling_mask
     unknown = joined_mask([(None, cut), (mask.part(cut, len(mask)), len(mask) - cut)])
     turn.generation = replace(turn.generation, sampling_mask=unknown)
-    sample = export(episode, chatml_tokenizer, args=slime_args(rollout_top_p=0.9))
+    sample = export(episode, args=slime_args(rollout_top_p=0.9))
     assert sample.loss_mask == [0] * cut + [1] * (len(mask) - cut)
 
 
 @pytest.mark.parametrize("end", ENDS)
-async def test_every_outcome_has_top_p_ids_in_slimes_shapes(end, chatml_tokenizer, monkeypatch):
+async def test_every_outcome_has_top_p_ids_in_slimes_shapes(end, monkeypatch):
     tell_top_p(monkeypatch)
     answers, settings, *_ = ENDS[end]
-    episode = await play(chatml_tokenizer, answers, sampling_params=TOP_P, **settings)
-    export(episode, chatml_tokenizer, args=slime_args(rollout_top_p=0.9))
+    episode = await play(answers, sampling_params=TOP_P, **settings)
+    export(episode, args=slime_args(rollout_top_p=0.9))
 
 
-async def test_top_p_ids_that_were_not_requested_are_an_error(chatml_tokenizer):
+async def test_top_p_ids_that_were_not_requested_are_an_error():
     args = slime_args(rollout_top_p=0.9)
     with pytest.raises(SlimeExportError, match="top_p_token_ids"):
-        export(await play(chatml_tokenizer, [ANSWER]), chatml_tokenizer, args=args)
-    sample = export(await play(chatml_tokenizer, [CUT]), chatml_tokenizer, args=args, abort_requested=True)
+        export(await play([ANSWER]), args=args)
+    sample = export(await play([CUT]), args=args, abort_requested=True)
     assert not any(sample.loss_mask)
-    assert export(await play(chatml_tokenizer, [ANSWER]), chatml_tokenizer, args=args, evaluation=True)
+    assert export(await play([ANSWER]), args=args, evaluation=True)
 
 
-async def test_inconsistent_top_p_ids_mask_their_tokens(chatml_tokenizer):
-    episode = await play(chatml_tokenizer, [CALL, ANSWER])
+async def test_inconsistent_top_p_ids_mask_their_tokens():
+    episode = await play([CALL, ANSWER])
     for turn in episode.trajectory.turns:
         meta = {**turn.generation.meta_info, "top_p_token_ids": [1], "top_p_token_offsets": [0, 1]}
         turn.generation = replace(turn.generation, meta_json=to_json(meta))
-    sample = export(episode, chatml_tokenizer, "max_tokens_reached", args=slime_args(rollout_top_p=0.9))
+    sample = export(episode, "max_tokens_reached", args=slime_args(rollout_top_p=0.9))
     assert not any(sample.loss_mask)
 
 
 @pytest.mark.parametrize("missing", ["top_p", "experts", "logprobs"])
-async def test_resumed_answer_with_missing_data_is_not_an_error(missing, chatml_tokenizer):
+async def test_resumed_answer_with_missing_data_is_not_an_error(missing):
     """One abort in the server's waiting queue failed the whole rollout."""
     answers = [ScriptedAnswer("One half", finish_reason="abort"), ScriptedAnswer(" and the other.")]
-    episode = await play(chatml_tokenizer, answers, on_abort="resume")
+    episode = await play(answers, on_abort="resume")
     (turn,) = episode.trajectory.turns
     assert turn.generation.resumed_ids
     args = {"top_p": {"rollout_top_p": 0.9}, "experts": moe_args(), "logprobs": {}}[missing]
     if missing == "logprobs":
         turn.generation = replace(turn.generation, logprobs=None)
-    sample = export(episode, chatml_tokenizer, args=slime_args(**args))
+    sample = export(episode, args=slime_args(**args))
     assert not any(sample.loss_mask) or sample.remove_sample
     assert sample.metadata["strands_sglang"]["problems"]
 
@@ -1470,7 +1466,7 @@ KEYS = {"reward_key": "score", "eval_reward_key": "acc", "log_reward_category": 
 
 @pytest.mark.parametrize("names", [set(), {"reward_key"}, {"reward_key", "eval_reward_key"}, set(KEYS)])
 @pytest.mark.parametrize("evaluation", [False, True])
-async def test_a_failed_reward_has_every_key_that_slime_reads(names, evaluation, chatml_tokenizer):
+async def test_a_failed_reward_has_every_key_that_slime_reads(names, evaluation):
     """One failed episode raised KeyError or TypeError in slime."""
 
     def check_reward_is_readable(args, reward, *, evaluation):
@@ -1485,21 +1481,21 @@ async def test_a_failed_reward_has_every_key_that_slime_reads(names, evaluation,
     def broken(args, one):
         raise RuntimeError("the grader is down")
 
-    failed = export(await play(chatml_tokenizer, []), chatml_tokenizer, args=args, evaluation=evaluation)
-    ungraded = export(await play(chatml_tokenizer, [ANSWER]), chatml_tokenizer, args=args, evaluation=evaluation)
+    failed = export(await play([]), args=args, evaluation=evaluation)
+    ungraded = export(await play([ANSWER]), args=args, evaluation=evaluation)
     for reward in (failed.reward, await make_reward(broken)(args, failed), await make_reward(broken)(args, ungraded)):
         check_reward_is_readable(args, reward, evaluation=evaluation)
 
 
-async def test_evaluation_may_have_its_own_reward_key(chatml_tokenizer):
+async def test_evaluation_may_have_its_own_reward_key():
     """slime raised KeyError where evaluations have their own reward key."""
     args = slime_args(eval_reward_key="acc")
-    episode = await play(chatml_tokenizer, [ANSWER])
-    failed = export(await play(chatml_tokenizer, []), chatml_tokenizer, args=args, evaluation=True)
+    episode = await play([ANSWER])
+    failed = export(await play([]), args=args, evaluation=True)
     assert failed.reward == {"acc": 0.0}
-    graded = export(episode, chatml_tokenizer, args=args, evaluation=True)
+    graded = export(episode, args=args, evaluation=True)
     assert await make_reward(lambda args, one: {"acc": True})(args, graded) == {"acc": True}
-    assert export(await play(chatml_tokenizer, []), chatml_tokenizer, args=args).reward == 0.0
+    assert export(await play([]), args=args).reward == 0.0
 
 
 # --- the filter ---
