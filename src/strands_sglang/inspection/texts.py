@@ -23,7 +23,7 @@ def joined(ids: Iterable[int], vocabulary: Mapping[int, bytes]) -> str | None:
 
 
 def first_other(ids: Sequence[int], vocabulary: Mapping[int, bytes], recorded: str) -> int:
-    """Return the position of the first token that is not that of a text; the last one if the text goes on."""
+    """Return the position of the first token that is not that of a text; the last one if the text is longer."""
     wanted, length = recorded.encode("utf-8", "replace"), 0
     for at, token_id in enumerate(ids):
         piece = vocabulary[token_id]
