@@ -443,24 +443,17 @@ async def test_what_tells_of_the_server_is_a_part_of_the_real_one(pair, path):
         {"prompt": "hello<|im_end|>", "add_special_tokens": False},
         {"prompt": ["hello", "world foo"]},
         {"prompt": ""},
-        {"prompt": 5},
-        {"text": "hello"},
     ],
 )
 async def test_tokenize_gives_the_same(pair, body):
     real, scripted = await pair.compare("POST", "/tokenize", json=body)
-    if "tokens" in real:
-        assert scripted == real
+    assert scripted == real
 
 
 @pytest.mark.parametrize("body", [{"rid": "unknown"}, {"rid": None}, {}])
 async def test_aborting_nothing_is_an_empty_200(pair, body):
     real, scripted = await pair.send("POST", "/abort_request", json=body)
     assert scripted.content == real.content == b""
-
-
-async def test_abort_without_a_valid_request_id_has_the_same_shape(pair):
-    await pair.compare("POST", "/abort_request", json={"rid": 5})
 
 
 async def test_a_running_request_is_aborted_with_the_same_shape(pair, tiny_server):

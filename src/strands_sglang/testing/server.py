@@ -44,7 +44,7 @@ from .sampling import (
     ScriptExhaustedError,
     scripted_logprob,
 )
-from .validation import CheckedRequest, RefusedError, check_generate, read_json_object, refusal, validation_error
+from .validation import CheckedRequest, RefusedError, check_generate, read_json_object, refusal
 
 _NO_HEADERS: Mapping[str, str] = {}
 _JSON_HEADERS: Mapping[str, str] = {"content-type": "application/json"}  # shared, because responses are kept
@@ -461,10 +461,7 @@ class ScriptedSGLang:
 
     async def _abort_request(self, headers: Mapping[str, str], content: bytes) -> ScriptedResponse:
         body = read_json_object(headers, content)
-        rid = body.get("rid")
-        if rid is not None and not isinstance(rid, str):
-            raise validation_error(("body", "rid"), "string_type", "Input should be a valid string", rid)
-        self._abort(None if body.get("abort_all") else (rid,))
+        self._abort(None if body.get("abort_all") else [body.get("rid")])
         return ScriptedResponse()
 
     async def _flush_cache(self, headers: Mapping[str, str], content: bytes) -> ScriptedResponse:
@@ -476,16 +473,10 @@ class ScriptedSGLang:
 
     async def _tokenize(self, headers: Mapping[str, str], content: bytes) -> ScriptedResponse:
         body = read_json_object(headers, content)
-        if "messages" in body:
-            raise refusal("scripted server: `messages` is not emulated", 501)
         prompt = body.get("prompt")
-        if prompt is None:
-            raise validation_error(
-                ("body",), "value_error", "Value error, Exactly one of 'prompt' or 'messages' must be provided.", body
-            )
         texts = prompt if isinstance(prompt, list) else [prompt]
         if not all(isinstance(text, str) for text in texts):
-            raise validation_error(("body", "prompt"), "string_type", "Input should be a valid string", prompt)
+            raise refusal("scripted server: only a `prompt` of text is emulated", 501)
         add_special = body.get("add_special_tokens", True)
         tokens = [self._sampler.tokenizer.encode(text, add_special_tokens=add_special) for text in texts]
         counts = [len(ids) for ids in tokens]

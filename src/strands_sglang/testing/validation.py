@@ -302,11 +302,7 @@ def _read_logprob_start(body: dict[str, Any], input_tokens: int) -> int:
         return -1
     if start < -1:
         raise fatal(f"logprob_start_len={start} is below -1")
-    if start > input_tokens:
-        raise refusal(
-            f"req.logprob_start_len={start} is higher than the number of input tokens len(req.origin_input_ids)="
-            f"{input_tokens}. Please use a smaller logprob_start_len."
-        )
+    _check_start("req.logprob_start_len", start, input_tokens)
     return start
 
 
@@ -319,12 +315,16 @@ def _read_routed_experts_start(body: dict[str, Any], input_tokens: int) -> int:
             f"recv_req.routed_experts_start_len={start} is lower than 0. "
             "Please use a non-negative routed_experts_start_len."
         )
+    _check_start("recv_req.routed_experts_start_len", start, input_tokens)
+    return start
+
+
+def _check_start(name: str, start: int, input_tokens: int) -> None:
     if start > input_tokens:
         raise refusal(
-            f"recv_req.routed_experts_start_len={start} is higher than the number of input tokens "
-            f"len(req.origin_input_ids)={input_tokens}. Please use a smaller routed_experts_start_len."
+            f"{name}={start} is higher than the number of input tokens len(req.origin_input_ids)={input_tokens}. "
+            f"Please use a smaller {name.partition('.')[2]}."
         )
-    return start
 
 
 def _sampling_type_violation(params: Any) -> str | None:

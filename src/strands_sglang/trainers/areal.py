@@ -143,9 +143,7 @@ def to_batch(rows: TrainingRows, version: int = 0) -> dict[str, Any] | None:
 
     def version_of(name: str | None, mask: int) -> int:
         """Return the version that sampled a token; -1 if the token is not trained, as in AReaL."""
-        if not mask:
-            return -1
-        number = version_number(name)
+        number = version_number(name) if mask else -1
         return version if number is None else number
 
     ends = [len(row) - row.loss_mask[::-1].index(1) for row in rows]
