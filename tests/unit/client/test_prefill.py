@@ -14,7 +14,9 @@ from hypothesis import given, settings, strategies as st
 from strands_sglang import SGLangClient, SGLangConnectionError, SGLangDeadlineError, SGLangHTTPError, SGLangModel
 from strands_sglang.client import prefill
 from strands_sglang.testing import ScriptedFault, ScriptedSGLang
-from support.agents import user
+from support.agents import build_chatml_tokenizer, user
+
+TOKENIZER = build_chatml_tokenizer()
 
 LONG = 600  # tokens, more than the library compares at once
 GROUP = 8
@@ -36,17 +38,17 @@ async def answer(request):
     return "Fine."
 
 
-async def ask(client, tokenizer, question, **config):
+async def ask(client, question, **config):
     """Make one call with a model of its own; return the model."""
-    model = SGLangModel(tokenizer=tokenizer, client=client, **config)
+    model = SGLangModel(tokenizer=TOKENIZER, client=client, **config)
     async for _ in model.stream([user(question)]):
         pass
     return model
 
 
-async def ask_all(client, tokenizer, questions, **config):
+async def ask_all(client, questions, **config):
     """Make one call for each question at once."""
-    return await asyncio.gather(*(ask(client, tokenizer, question, **config) for question in questions))
+    return await asyncio.gather(*(ask(client, question, **config) for question in questions))
 
 
 def computed(server, since=0):
@@ -57,19 +59,19 @@ def computed(server, since=0):
 
 
 @asynccontextmanager
-async def warm(chatml_tokenizer, **settings):
+async def warm(**settings):
     """A server and a client that has seen one group, so that it expects more of them."""
-    server = ScriptedSGLang(chatml_tokenizer, answer)
+    server = ScriptedSGLang(TOKENIZER, answer)
     async with server.client(**settings) as client:
-        await ask_all(client, chatml_tokenizer, [text("warm")] * 2)
+        await ask_all(client, [text("warm")] * 2)
         yield server, client
 
 
-async def test_a_group_computes_its_prompt_once(chatml_tokenizer):
-    async with warm(chatml_tokenizer) as (server, client):
+async def test_a_group_computes_its_prompt_once():
+    async with warm() as (server, client):
         for name in ("first", "second"):
             before = len(server.requests)
-            models = await ask_all(client, chatml_tokenizer, [text(name)] * GROUP)
+            models = await ask_all(client, [text(name)] * GROUP)
             assert computed(server, before) < 1.1
             assert sum(request.is_prefill for request in server.requests[before:]) == 1
             for model in models:
@@ -78,37 +80,37 @@ async def test_a_group_computes_its_prompt_once(chatml_tokenizer):
                 ]
 
 
-async def test_the_first_group_computes_its_prompt_at_most_twice(chatml_tokenizer):
-    server = ScriptedSGLang(chatml_tokenizer, answer)
+async def test_the_first_group_computes_its_prompt_at_most_twice():
+    server = ScriptedSGLang(TOKENIZER, answer)
     async with server.client() as client:
-        await ask_all(client, chatml_tokenizer, [text("first")] * GROUP)
+        await ask_all(client, [text("first")] * GROUP)
     assert computed(server) < 2.1
 
 
-async def test_groups_that_start_together_compute_each_prompt_once(chatml_tokenizer):
-    async with warm(chatml_tokenizer) as (server, client):
+async def test_groups_that_start_together_compute_each_prompt_once():
+    async with warm() as (server, client):
         before = len(server.requests)
-        await ask_all(client, chatml_tokenizer, [text(name) for name in "abcd" for _ in range(GROUP)])
+        await ask_all(client, [text(name) for name in "abcd" for _ in range(GROUP)])
         assert computed(server, before) < 4.1
 
 
 @pytest.mark.parametrize("tells", ["an answer", "an idle server"])
-async def test_new_weights_compute_the_prompt_again_once(chatml_tokenizer, monkeypatch, tells):
+async def test_new_weights_compute_the_prompt_again_once(monkeypatch, tells):
     question = text("question")
-    async with warm(chatml_tokenizer) as (server, client):
-        await ask_all(client, chatml_tokenizer, [question] * GROUP)
+    async with warm() as (server, client):
+        await ask_all(client, [question] * GROUP)
         server.update_weights("v2")
         if tells == "an answer":
-            await ask(client, chatml_tokenizer, "short")
+            await ask(client, "short")
         else:
             later = time.monotonic() + 2 * prefill.IDLE_S
             monkeypatch.setattr(prefill.time, "monotonic", lambda: later)
         before = len(server.requests)
-        await ask_all(client, chatml_tokenizer, [question] * GROUP)
+        await ask_all(client, [question] * GROUP)
         assert computed(server, before) < 1.1
 
 
-async def test_calls_that_an_update_aborted_share_their_prefill(chatml_tokenizer):
+async def test_calls_that_an_update_aborted_share_their_prefill():
     running = asyncio.Semaphore(0)
 
     async def slow(request):
@@ -120,9 +122,9 @@ async def test_calls_that_an_update_aborted_share_their_prefill(chatml_tokenizer
                 return "Fi"
         return "ne."
 
-    server = ScriptedSGLang(chatml_tokenizer, slow)
+    server = ScriptedSGLang(TOKENIZER, slow)
     async with server.client() as client:
-        calls = asyncio.ensure_future(ask_all(client, chatml_tokenizer, [text("question")] * GROUP, on_abort="resume"))
+        calls = asyncio.ensure_future(ask_all(client, [text("question")] * GROUP, on_abort="resume"))
         for _ in range(GROUP):
             await running.acquire()
         before = len(server.requests)
@@ -131,59 +133,59 @@ async def test_calls_that_an_update_aborted_share_their_prefill(chatml_tokenizer
     assert computed(server, before) < 1.3
 
 
-async def test_a_common_beginning_of_different_prompts_is_computed_once(chatml_tokenizer):
+async def test_a_common_beginning_of_different_prompts_is_computed_once():
     system = text("system")
-    async with warm(chatml_tokenizer) as (server, client):
+    async with warm() as (server, client):
         before = len(server.requests)
-        await ask_all(client, chatml_tokenizer, [f"{system} {name}" for name in "abcdefgh"])
+        await ask_all(client, [f"{system} {name}" for name in "abcdefgh"])
         assert computed(server, before) < 1.5
 
 
-async def test_alone_or_short_calls_send_nothing_more(chatml_tokenizer):
-    server = ScriptedSGLang(chatml_tokenizer, answer)
+async def test_alone_or_short_calls_send_nothing_more():
+    server = ScriptedSGLang(TOKENIZER, answer)
     async with server.client() as client:
         for name in ("one", "another"):
-            await ask(client, chatml_tokenizer, text(name))
-        await ask_all(client, chatml_tokenizer, [text(name) for name in "abcdefgh"])
-        await ask_all(client, chatml_tokenizer, ["What is 6 * 7?"] * GROUP)
+            await ask(client, text(name))
+        await ask_all(client, [text(name) for name in "abcdefgh"])
+        await ask_all(client, ["What is 6 * 7?"] * GROUP)
     assert not any(request.is_prefill for request in server.requests)
 
 
-async def test_no_call_waits_for_a_prompt_that_the_server_has(chatml_tokenizer):
-    async with warm(chatml_tokenizer) as (server, client):
-        await ask_all(client, chatml_tokenizer, [text("question")] * GROUP)
+async def test_no_call_waits_for_a_prompt_that_the_server_has():
+    async with warm() as (server, client):
+        await ask_all(client, [text("question")] * GROUP)
         before = len(server.requests)
-        await ask_all(client, chatml_tokenizer, [text("question")] * GROUP)
+        await ask_all(client, [text("question")] * GROUP)
         assert len(server.requests) - before == GROUP
 
 
-async def test_calls_with_prompt_logprobs_wait_for_none(chatml_tokenizer):
-    async with warm(chatml_tokenizer) as (server, client):
+async def test_calls_with_prompt_logprobs_wait_for_none():
+    async with warm() as (server, client):
         before = len(server.requests)
-        await ask_all(client, chatml_tokenizer, [text("question")] * GROUP, return_prompt_logprobs=True)
+        await ask_all(client, [text("question")] * GROUP, return_prompt_logprobs=True)
         assert len(server.requests) - before == GROUP
 
 
 @pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
-async def test_each_cache_namespace_computes_a_prompt_once(chatml_tokenizer, name):
-    async with warm(chatml_tokenizer) as (server, client):
+async def test_each_cache_namespace_computes_a_prompt_once(name):
+    async with warm() as (server, client):
         before = len(server.requests)
         question = text("question")
         await asyncio.gather(
-            ask_all(client, chatml_tokenizer, [question] * GROUP, request_fields={name: "one", "priority": 3}),
-            ask_all(client, chatml_tokenizer, [question] * GROUP, request_fields={name: "another", "priority": 3}),
+            ask_all(client, [question] * GROUP, request_fields={name: "one", "priority": 3}),
+            ask_all(client, [question] * GROUP, request_fields={name: "another", "priority": 3}),
         )
         assert 1.9 < computed(server, before) < 2.2
         primes = [request.body for request in server.requests[before:] if request.is_prefill]
         assert [(prime[name], prime["priority"]) for prime in primes] == [("one", 3), ("another", 3)]
 
 
-async def test_a_retry_after_a_failed_call_sends_nothing_more(chatml_tokenizer):
-    server = ScriptedSGLang(chatml_tokenizer, [ScriptedFault(status=500), "Fine."])
+async def test_a_retry_after_a_failed_call_sends_nothing_more():
+    server = ScriptedSGLang(TOKENIZER, [ScriptedFault(status=500), "Fine."])
     async with server.client() as client:
         with pytest.raises(SGLangHTTPError):
-            await ask(client, chatml_tokenizer, text("question"))
-        await ask(client, chatml_tokenizer, text("question"))
+            await ask(client, text("question"))
+        await ask(client, text("question"))
     assert len(server.requests) == 2
 
 
@@ -216,35 +218,35 @@ async def hang(request):
 
 
 @pytest.mark.parametrize("respond", [refuse, disconnect])
-async def test_a_prime_that_fails_fails_no_call(chatml_tokenizer, respond):
-    server = ScriptedSGLang(chatml_tokenizer, answer)
+async def test_a_prime_that_fails_fails_no_call(respond):
+    server = ScriptedSGLang(TOKENIZER, answer)
     async with server.client(transport=Primes(server, respond)) as client:
-        models = await ask_all(client, chatml_tokenizer, [text("question")] * GROUP)
+        models = await ask_all(client, [text("question")] * GROUP)
     assert [len(model.trajectory.turns) for model in models] == [1] * GROUP
     assert len(server.requests) == GROUP
 
 
-async def test_a_prime_that_hangs_delays_calls_for_a_limited_time(chatml_tokenizer, monkeypatch):
+async def test_a_prime_that_hangs_delays_calls_for_a_limited_time(monkeypatch):
     monkeypatch.setattr("strands_sglang.client.client.MAX_WAIT_S", 0.05)
-    server = ScriptedSGLang(chatml_tokenizer, answer)
+    server = ScriptedSGLang(TOKENIZER, answer)
     async with server.client(transport=Primes(server, hang), abort_grace=0) as client:
-        await ask_all(client, chatml_tokenizer, [text("question")] * GROUP)
+        await ask_all(client, [text("question")] * GROUP)
     assert len(server.requests) == GROUP
 
 
-async def test_a_call_that_waits_ends_at_its_deadline(chatml_tokenizer):
+async def test_a_call_that_waits_ends_at_its_deadline():
     async def never(request):
         await asyncio.Event().wait()
 
-    server = ScriptedSGLang(chatml_tokenizer, never)
+    server = ScriptedSGLang(TOKENIZER, never)
     async with server.client(transport=Primes(server, hang), deadline=0.5, abort_grace=0) as client:
-        calls = (ask(client, chatml_tokenizer, text("question")) for _ in range(3))
+        calls = (ask(client, text("question")) for _ in range(3))
         errors = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(error) for error in errors] == [SGLangDeadlineError] * 3
     assert len(server.requests) <= 1
 
 
-async def test_a_call_that_waits_can_be_cancelled(chatml_tokenizer):
+async def test_a_call_that_waits_can_be_cancelled():
     asked, may_answer = asyncio.Event(), asyncio.Event()
 
     async def hold(request):
@@ -252,9 +254,9 @@ async def test_a_call_that_waits_can_be_cancelled(chatml_tokenizer):
         await may_answer.wait()
         return await server.transport().handle_async_request(request)
 
-    server = ScriptedSGLang(chatml_tokenizer, answer)
+    server = ScriptedSGLang(TOKENIZER, answer)
     async with server.client(transport=Primes(server, hold)) as client:
-        calls = [asyncio.ensure_future(ask(client, chatml_tokenizer, text("question"))) for _ in range(GROUP)]
+        calls = [asyncio.ensure_future(ask(client, text("question"))) for _ in range(GROUP)]
         await asked.wait()
         for cancelled in calls[1:3]:  # the one that sent the prime, and one that waits for it
             cancelled.cancel()
@@ -264,18 +266,16 @@ async def test_a_call_that_waits_can_be_cancelled(chatml_tokenizer):
     assert sum(not request.is_prefill for request in server.requests) == GROUP - 2
 
 
-async def test_closing_the_client_ends_calls_that_wait(chatml_tokenizer):
+async def test_closing_the_client_ends_calls_that_wait():
     asked = asyncio.Event()
 
     async def hold(request):
         asked.set()
         await asyncio.Event().wait()
 
-    server = ScriptedSGLang(chatml_tokenizer, answer)
+    server = ScriptedSGLang(TOKENIZER, answer)
     async with server.client(transport=Primes(server, hold), abort_grace=0.01) as client:
-        calls = asyncio.gather(
-            *(ask(client, chatml_tokenizer, text("question")) for _ in range(3)), return_exceptions=True
-        )
+        calls = asyncio.gather(*(ask(client, text("question")) for _ in range(3)), return_exceptions=True)
         await asked.wait()
         await client.close()
         _, *others = await calls
@@ -283,13 +283,13 @@ async def test_closing_the_client_ends_calls_that_wait(chatml_tokenizer):
     assert len(server.requests) == 1
 
 
-async def test_a_trainer_that_has_stopped_sends_nothing(chatml_tokenizer):
+async def test_a_trainer_that_has_stopped_sends_nothing():
     def refuse_all(turn, plan):
         raise RuntimeError("stopped")
 
-    async with warm(chatml_tokenizer) as (server, client):
+    async with warm() as (server, client):
         before = len(server.requests)
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
+        model = SGLangModel(tokenizer=TOKENIZER, client=client)
         model.on_request = refuse_all
         with pytest.raises(RuntimeError):
             async for _ in model.stream([user(text("question"))]):
@@ -297,7 +297,7 @@ async def test_a_trainer_that_has_stopped_sends_nothing(chatml_tokenizer):
         assert len(server.requests) == before
 
 
-async def test_a_trainer_that_stops_prevents_calls_that_wait(chatml_tokenizer):
+async def test_a_trainer_that_stops_prevents_calls_that_wait():
     stopped = False
 
     def on_request(turn, plan):
@@ -311,34 +311,32 @@ async def test_a_trainer_that_stops_prevents_calls_that_wait(chatml_tokenizer):
         raise httpx.ReadError("aborted", request=request)
 
     async def call(client):
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=client)
+        model = SGLangModel(tokenizer=TOKENIZER, client=client)
         model.on_request = on_request
         async for _ in model.stream([user(text("question"))]):
             pass
 
-    server = ScriptedSGLang(chatml_tokenizer, answer)
+    server = ScriptedSGLang(TOKENIZER, answer)
     async with server.client(transport=Primes(server, stop)) as client:
         await asyncio.gather(*(call(client) for _ in range(GROUP)), return_exceptions=True)
     assert len(server.requests) == 1
 
 
-async def test_a_short_common_beginning_hides_no_computed_prompt(chatml_tokenizer):
+async def test_a_short_common_beginning_hides_no_computed_prompt():
     one, another = (f"{text('system', 35)} {text(name)}" for name in ("one", "another"))
     both_primed, one_is_done = asyncio.Event(), asyncio.Event()
 
     async def hold(request):
-        if "another" in chatml_tokenizer.decode(orjson.loads(request.content)["input_ids"]):
+        if "another" in TOKENIZER.decode(orjson.loads(request.content)["input_ids"]):
             both_primed.set()
             await one_is_done.wait()
         else:
             await both_primed.wait()
         return await server.transport().handle_async_request(request)
 
-    server = ScriptedSGLang(chatml_tokenizer, answer)
+    server = ScriptedSGLang(TOKENIZER, answer)
     async with server.client(transport=Primes(server, hold)) as client:
-        first, second = (
-            asyncio.ensure_future(ask_all(client, chatml_tokenizer, [question] * GROUP)) for question in (one, another)
-        )
+        first, second = (asyncio.ensure_future(ask_all(client, [question] * GROUP)) for question in (one, another))
         await first
         one_is_done.set()
         await second
@@ -358,34 +356,34 @@ class Cluster(httpx.AsyncBaseTransport):
         return await self._transports[self._choose(request)].handle_async_request(request)
 
 
-async def test_each_of_several_servers_computes_a_prompt_once(chatml_tokenizer):
-    servers = [ScriptedSGLang(chatml_tokenizer, answer) for _ in range(2)]
+async def test_each_of_several_servers_computes_a_prompt_once():
+    servers = [ScriptedSGLang(TOKENIZER, answer) for _ in range(2)]
     cluster = Cluster(servers, lambda request: int(request.url.host[-1]))
     async with SGLangClient(["http://server0", "http://server1"], transport=cluster) as client:
         for name in ("warm", "question"):
             before = [len(server.requests) for server in servers]
-            await ask_all(client, chatml_tokenizer, [text(name)] * GROUP)
+            await ask_all(client, [text(name)] * GROUP)
     for server, start in zip(servers, before, strict=True):
         assert sum(not request.is_prefill for request in server.requests[start:]) == GROUP / 2
         assert computed(server, start) < 1.1
 
 
-async def test_primes_stop_where_they_do_not_help(chatml_tokenizer):
+async def test_primes_stop_where_they_do_not_help():
     numbers = count()
-    servers = [ScriptedSGLang(chatml_tokenizer, answer) for _ in range(64)]
+    servers = [ScriptedSGLang(TOKENIZER, answer) for _ in range(64)]
     router = Cluster(servers, lambda request: next(numbers) % len(servers))
     async with SGLangClient("http://router", transport=router) as client:
         for name in "abcdefgh":
-            await ask_all(client, chatml_tokenizer, [text(name, 100)] * GROUP)
+            await ask_all(client, [text(name, 100)] * GROUP)
     assert 1 <= sum(request.is_prefill for server in servers for request in server.requests) <= 3
 
 
-def test_loops_in_threads_share_a_client(chatml_tokenizer):
-    server = ScriptedSGLang(chatml_tokenizer, answer)
+def test_loops_in_threads_share_a_client():
+    server = ScriptedSGLang(TOKENIZER, answer)
     client = server.client()
 
     def run():
-        asyncio.run(ask_all(client, chatml_tokenizer, [text("question")] * GROUP))
+        asyncio.run(ask_all(client, [text("question")] * GROUP))
 
     threads = [threading.Thread(target=run) for _ in range(3)]
     for thread in threads:
@@ -401,13 +399,13 @@ arrivals = st.lists(st.tuples(parts, st.integers(0, 6), st.booleans()), min_size
 
 @settings(max_examples=40, deadline=None)
 @given(arrivals=arrivals)
-def test_every_call_is_answered_and_no_prompt_is_primed_twice(chatml_tokenizer, arrivals):
-    server = ScriptedSGLang(chatml_tokenizer, answer)
+def test_every_call_is_answered_and_no_prompt_is_primed_twice(arrivals):
+    server = ScriptedSGLang(TOKENIZER, answer)
 
     async def arrive(client, names, passes, cancelled):
         for _ in range(passes):
             await asyncio.sleep(0)
-        call = asyncio.ensure_future(ask(client, chatml_tokenizer, " ".join(text(name, 60) for name in names)))
+        call = asyncio.ensure_future(ask(client, " ".join(text(name, 60) for name in names)))
         if cancelled:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -416,7 +414,7 @@ def test_every_call_is_answered_and_no_prompt_is_primed_twice(chatml_tokenizer, 
 
     async def run():
         async with server.client(abort_grace=0.1) as client:
-            await ask(client, chatml_tokenizer, "short")
+            await ask(client, "short")
             return await asyncio.gather(*(arrive(client, *one) for one in arrivals), return_exceptions=True)
 
     ends = asyncio.run(run())

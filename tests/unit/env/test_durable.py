@@ -27,6 +27,9 @@ from support.worlds import needs_worlds
 ASK = Action(message="Count.", task_context={"id": "count", "ground_truth": "done"})
 
 
+TOKENIZER = build_chatml_tokenizer()
+
+
 class Killed(BaseException):
     """The process is gone: nothing after it is written."""
 
@@ -100,7 +103,7 @@ def answer_by_position(request):
     return answer_of(request, SCRIPT)
 
 
-def counter(tokenizer, folder, effects=None, answers=answer_by_position, model=None, **settings):
+def counter(folder, effects=None, answers=answer_by_position, model=None, tokenizer=TOKENIZER, **settings):
     scripted = ScriptedSGLang(tokenizer, answers)
     sampling = {"max_new_tokens": 200, **(model or {})}
     shared = SGLangModel(tokenizer=tokenizer, client=scripted.client(), sampling_params=sampling)
@@ -124,8 +127,8 @@ def record_of(trajectory):
     )
 
 
-async def test_a_finished_episode_has_its_whole_record_in_the_journal(chatml_tokenizer, tmp_path):
-    environment, _ = counter(chatml_tokenizer, tmp_path)
+async def test_a_finished_episode_has_its_whole_record_in_the_journal(tmp_path):
+    environment, _ = counter(tmp_path)
     result = await environment.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE, result.error
     (path,) = tmp_path.glob("*.journal")
@@ -134,7 +137,7 @@ async def test_a_finished_episode_has_its_whole_record_in_the_journal(chatml_tok
     assert [turn.status for turn in loaded.turns] == [turn.status for turn in saved.turns]
     assert [s.token_ids for s in loaded.sequences()] == [s.token_ids for s in saved.sequences()]
     assert record_of(loaded) == record_of(saved)
-    again, _ = counter(chatml_tokenizer, tmp_path)
+    again, _ = counter(tmp_path)
     (resumed,) = await again.resume(tmp_path)
     assert resumed.reward == result.reward
     assert resumed.observation.messages == result.observation.messages
@@ -143,24 +146,37 @@ async def test_a_finished_episode_has_its_whole_record_in_the_journal(chatml_tok
     assert not list(tmp_path.iterdir())
 
 
+class Dying:
+    """A process that dies after a number of writes to its journal; counts the writes."""
+
+    def __init__(self):
+        self.left, self.writes = None, 0
+
+    @contextmanager
+    def at(self, write):
+        """Let the process die at a write of the block."""
+        self.left = write
+        with suppress(Killed):
+            yield
+        self.left = None
+
+
 @pytest.fixture
 def dying(monkeypatch):
-    """Let the process die after a number of writes to its journal; returns how many there were."""
-    state = {"left": None, "writes": 0}
-    append = Journal.append
+    process, append = Dying(), Journal.append
 
     def counted(journal, *args, **kwargs):
-        if state["left"] == 0:
+        if process.left == 0:
             raise Killed
         append(journal, *args, **kwargs)
-        state["writes"] += 1
-        if state["left"] is not None:
-            state["left"] -= 1
-            if state["left"] == 0:
+        process.writes += 1
+        if process.left is not None:
+            process.left -= 1
+            if process.left == 0:
                 raise Killed
 
     monkeypatch.setattr(Journal, "append", counted)
-    return state
+    return process
 
 
 SETTINGS = {
@@ -177,20 +193,18 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-async def test_an_episode_killed_at_any_write_ends_as_an_uninterrupted_one(chatml_tokenizer, tmp_path, dying, settings):
-    environment, _ = counter(chatml_tokenizer, tmp_path / "whole", **settings)
+async def test_an_episode_killed_at_any_write_ends_as_an_uninterrupted_one(tmp_path, dying, settings):
+    environment, _ = counter(tmp_path / "whole", **settings)
     whole = await environment.step(ASK)
     total = environment.total
-    writes, interrupted = dying["writes"], 0
+    writes, interrupted = dying.writes, 0
     for count in range(1, writes + 1):
         folder, effects = tmp_path / str(count), []
-        dying["left"] = count
-        environment, _ = counter(chatml_tokenizer, folder, effects, **settings)
-        with suppress(Killed):
+        environment, _ = counter(folder, effects, **settings)
+        with dying.at(count):
             await environment.step(ASK)
         before = list(effects)
-        dying["left"] = None
-        environment, _ = counter(chatml_tokenizer, folder, effects, **settings)
+        environment, _ = counter(folder, effects, **settings)
         (resumed,) = await environment.resume(folder)
         assert sorted(set(effects)) == sorted(effects), count
         if resumed.termination_reason is TerminationReason.INTERRUPTED:
@@ -229,26 +243,24 @@ WORLD_SCRIPT = [
 
 
 @needs_worlds
-async def test_a_world_continues_with_its_files_and_forks_them(chatml_tokenizer, tmp_path, dying):
+async def test_a_world_continues_with_its_files_and_forks_them(tmp_path, dying):
     def environment(folder):
-        scripted = ScriptedSGLang(chatml_tokenizer, lambda request: answer_of(request, WORLD_SCRIPT))
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=scripted.client())
+        scripted = ScriptedSGLang(TOKENIZER, lambda request: answer_of(request, WORLD_SCRIPT))
+        model = SGLangModel(tokenizer=TOKENIZER, client=scripted.client())
         return WorldEnvironment(lambda: model, Contains(), journal=folder)
 
     whole = await environment(tmp_path / "whole").step(ASK)
-    for count in range(3, dying["writes"]):
+    for count in range(3, dying.writes):
         folder = tmp_path / str(count)
-        dying["left"] = count
-        with suppress(Killed):
+        with dying.at(count):
             await environment(folder).step(ASK)
-        dying["left"] = None
         (resumed,) = await environment(folder).resume(folder)
         assert facts_of(resumed) == facts_of(whole), count
     (forked,) = await environment(tmp_path / "forks").fork(whole, 2)
     assert facts_of(forked)[3] == facts_of(whole)[3]
 
 
-async def test_an_evaluation_started_again_continues_its_episodes(chatml_tokenizer, tmp_path):
+async def test_an_evaluation_started_again_continues_its_episodes(tmp_path):
     tasks = [Action(message=f"Count {n}.", task_context={"id": f"t{n}", "ground_truth": "done"}) for n in range(3)]
     effects, requests = [], []
     stop_at = {"count": 7}
@@ -261,7 +273,7 @@ async def test_an_evaluation_started_again_continues_its_episodes(chatml_tokeniz
 
     def evaluator():
         def environment(action):
-            made, _ = counter(chatml_tokenizer, None, effects, answers)
+            made, _ = counter(None, effects, answers)
             return made
 
         path = tmp_path / "results.jsonl"
@@ -284,8 +296,8 @@ async def test_an_evaluation_started_again_continues_its_episodes(chatml_tokeniz
         assert len(Trajectory.load(path).sequences()) == 1
 
 
-async def test_a_step_of_the_trainer_deletes_the_journals_of_its_batch(chatml_tokenizer, tmp_path):
-    environment, _ = counter(chatml_tokenizer, tmp_path)
+async def test_a_step_of_the_trainer_deletes_the_journals_of_its_batch(tmp_path):
+    environment, _ = counter(tmp_path)
     results = [await environment.step(ASK) for _ in range(2)]
     rows = training_rows([result.episode("group") for result in results], baseline=None)
     assert len(list(tmp_path.iterdir())) == 2
@@ -296,21 +308,19 @@ async def test_a_step_of_the_trainer_deletes_the_journals_of_its_batch(chatml_to
 # --- what cannot continue, and why ---
 
 
-async def killed_at(write, folder, tokenizer, dying, effects=None, **settings):
+async def killed_at(write, folder, dying, effects=None, **settings):
     """Kill an episode at a write; return the path of its journal."""
-    dying["left"] = write
-    environment, _ = counter(tokenizer, folder, effects, **settings)
-    with suppress(Killed):
+    environment, _ = counter(folder, effects, **settings)
+    with dying.at(write):
         await environment.step(ASK)
-    dying["left"] = None
     (path,) = folder.glob("*.journal")
     return path
 
 
-async def test_a_journal_of_another_environment_names_what_differs(chatml_tokenizer, tmp_path, dying):
-    path = await killed_at(7, tmp_path, chatml_tokenizer, dying)
+async def test_a_journal_of_another_environment_names_what_differs(tmp_path, dying):
+    path = await killed_at(7, tmp_path, dying)
     content = path.read_bytes()
-    environment, _ = counter(chatml_tokenizer, tmp_path)
+    environment, _ = counter(tmp_path)
     environment.identity = lambda: {"class": "Other"}
     for use in (environment.resume(path), environment.fork(path, 0)):
         with pytest.raises(JournalError, match=r"of another environment: its class is 'Counter', and here 'Other'"):
@@ -318,12 +328,12 @@ async def test_a_journal_of_another_environment_names_what_differs(chatml_tokeni
     assert path.read_bytes() == content
 
 
-async def test_an_environment_that_cannot_keep_its_state_can_only_start_again(chatml_tokenizer, tmp_path, dying):
+async def test_an_environment_that_cannot_keep_its_state_can_only_start_again(tmp_path, dying):
     class Restarted(Counter):
         restart_only = "Restarted holds a socket"
 
-    path = await killed_at(7, tmp_path, chatml_tokenizer, dying)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=ScriptedSGLang(chatml_tokenizer, ["4"]).client())
+    path = await killed_at(7, tmp_path, dying)
+    model = SGLangModel(tokenizer=TOKENIZER, client=ScriptedSGLang(TOKENIZER, ["4"]).client())
     environment = Restarted(lambda: model, journal=tmp_path)
     for use in (environment.resume(path), environment.fork(path, 0)):
         with pytest.raises(JournalError, match="the episode can only start again: Restarted holds a socket"):
@@ -331,14 +341,14 @@ async def test_an_environment_that_cannot_keep_its_state_can_only_start_again(ch
 
 
 async def test_another_tokenizer_is_refused_and_the_right_one_continues(chatml_tokenizer, tmp_path, dying):
-    whole, _ = counter(chatml_tokenizer, tmp_path / "whole")
+    whole, _ = counter(tmp_path / "whole")
     whole = await whole.step(ASK)
-    path = await killed_at(9, tmp_path / "killed", chatml_tokenizer, dying)
+    path = await killed_at(9, tmp_path / "killed", dying)
     other = build_chatml_tokenizer(with_marks=False)
-    environment, scripted = counter(other, tmp_path)
+    environment, scripted = counter(tmp_path, tokenizer=other)
     (result,) = await environment.resume(path)
     assert "recorded with another vocabulary" in result.error and not scripted.requests
-    environment, _ = counter(chatml_tokenizer, tmp_path)
+    environment, _ = counter(tmp_path)
     (resumed,) = await environment.resume(path)
     assert facts_of(resumed) == facts_of(whole)
 
@@ -354,8 +364,8 @@ class RetryOnce(HookProvider):
         event.retry, self.is_done = not self.is_done, True
 
 
-async def test_a_fork_says_which_turns_it_cannot_continue_before(chatml_tokenizer, tmp_path):
-    environment, _ = counter(chatml_tokenizer, tmp_path)
+async def test_a_fork_says_which_turns_it_cannot_continue_before(tmp_path):
+    environment, _ = counter(tmp_path)
     environment.get_hooks = lambda: [RetryOnce()]
     result = await environment.step(ASK)
     with pytest.raises(JournalError, match="turn 0 was discarded: a hook retried the call; fork at one that was kept"):
@@ -369,11 +379,11 @@ async def test_a_fork_says_which_turns_it_cannot_continue_before(chatml_tokenize
         await environment.fork(result, 0)
 
 
-async def test_a_second_resume_is_told_who_runs_the_episode(chatml_tokenizer, tmp_path, dying):
-    path = await killed_at(7, tmp_path, chatml_tokenizer, dying)
+async def test_a_second_resume_is_told_who_runs_the_episode(tmp_path, dying):
+    path = await killed_at(7, tmp_path, dying)
     running = Journal(path)
     running.open()
-    environment, _ = counter(chatml_tokenizer, tmp_path)
+    environment, _ = counter(tmp_path)
     with pytest.raises(JournalInUseError, match=rf"the journal is written by .*, process {os.getpid()}"):
         await environment.resume(path)
     running.close()
@@ -392,10 +402,8 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_an_episode_continues_on_a_full_disk_and_says_once_that_it_is_not_protected(
-    chatml_tokenizer, tmp_path, caplog
-):
-    environment, _ = counter(chatml_tokenizer, tmp_path)
+async def test_an_episode_continues_on_a_full_disk_and_says_once_that_it_is_not_protected(tmp_path, caplog):
+    environment, _ = counter(tmp_path)
     with largest_file(4000):
         result = await environment.step(ASK)
     assert (result.termination_reason, result.reward.reward) == (TerminationReason.TASK_COMPLETE, 1.0)
@@ -407,30 +415,30 @@ async def test_an_episode_continues_on_a_full_disk_and_says_once_that_it_is_not_
     assert await environment.resume(tmp_path) == []
 
 
-async def test_an_episode_that_must_be_protected_ends_on_a_full_disk(chatml_tokenizer, tmp_path):
+async def test_an_episode_that_must_be_protected_ends_on_a_full_disk(tmp_path):
     for size in (10, 4000):
-        environment, _ = counter(chatml_tokenizer, tmp_path / str(size), journal_required=True)
+        environment, _ = counter(tmp_path / str(size), journal_required=True)
         with largest_file(size):
             result = await environment.step(ASK)
         assert result.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
         assert result.reward is None and "the episode cannot be protected" in result.error
-    environment, _ = counter(chatml_tokenizer, tmp_path / str(size))
+    environment, _ = counter(tmp_path / str(size))
     (resumed,) = await environment.resume(result.journal.path)
     assert resumed.termination_reason is TerminationReason.TASK_COMPLETE
 
 
-async def test_a_folder_is_resumed_without_journals_that_have_not_begun(chatml_tokenizer, tmp_path, dying):
-    path = await killed_at(7, tmp_path, chatml_tokenizer, dying)
+async def test_a_folder_is_resumed_without_journals_that_have_not_begun(tmp_path, dying):
+    path = await killed_at(7, tmp_path, dying)
     (tmp_path / "0.journal").touch()
-    environment, _ = counter(chatml_tokenizer, tmp_path)
+    environment, _ = counter(tmp_path)
     (result,) = await environment.resume(tmp_path)
     assert result.journal.path == path
     with pytest.raises(JournalError, match=r"0\.journal: no episode has begun in it"):
         await environment.resume(tmp_path / "0.journal")
 
 
-async def test_a_cancelled_episode_is_resumed(chatml_tokenizer, tmp_path):
-    whole, _ = counter(chatml_tokenizer, tmp_path / "whole")
+async def test_a_cancelled_episode_is_resumed(tmp_path):
+    whole, _ = counter(tmp_path / "whole")
     whole = await whole.step(ASK)
     gate = Gate(on_abort="All")
 
@@ -438,7 +446,7 @@ async def test_a_cancelled_episode_is_resumed(chatml_tokenizer, tmp_path):
         answer = answer_by_position(request)
         return gate(request) if answer == SCRIPT[-1] else answer
 
-    environment, _ = counter(chatml_tokenizer, tmp_path / "cancelled", answers=wait_at_the_end)
+    environment, _ = counter(tmp_path / "cancelled", answers=wait_at_the_end)
     running = asyncio.ensure_future(environment.step(ASK))
     await gate.reached.wait()
     running.cancel()
@@ -446,7 +454,6 @@ async def test_a_cancelled_episode_is_resumed(chatml_tokenizer, tmp_path):
         await running
     assert environment.last_result.termination_reason is TerminationReason.CANCELLED
     environment, _ = counter(
-        chatml_tokenizer,
         tmp_path,
         answers=lambda request: " done." if request.text.endswith("All") else answer_by_position(request),
     )
@@ -456,7 +463,7 @@ async def test_a_cancelled_episode_is_resumed(chatml_tokenizer, tmp_path):
     assert environment.total == 9
 
 
-async def test_a_later_attempt_is_resumed_as_such(chatml_tokenizer, tmp_path, dying):
+async def test_a_later_attempt_is_resumed_as_such(tmp_path, dying):
     failing = {"left": 1}
 
     def fail_first(request):
@@ -467,14 +474,14 @@ async def test_a_later_attempt_is_resumed_as_such(chatml_tokenizer, tmp_path, dy
         return answer
 
     settings = {"retries": 1, "retry_delay": 0.0, "answers": fail_first}
-    environment, _ = counter(chatml_tokenizer, tmp_path / "whole", **settings)
+    environment, _ = counter(tmp_path / "whole", **settings)
     whole = await environment.step(ASK)
     assert whole.observation.metrics["attempts"] == 2
-    writes = dying["writes"]
+    writes = dying.writes
     for write in range(writes // 3, writes):
         failing["left"] = 1
-        path = await killed_at(write, tmp_path / str(write), chatml_tokenizer, dying, **settings)
-        environment, _ = counter(chatml_tokenizer, tmp_path, **settings)
+        path = await killed_at(write, tmp_path / str(write), dying, **settings)
+        environment, _ = counter(tmp_path, **settings)
         (resumed,) = await environment.resume(path)
         if resumed.termination_reason is TerminationReason.INTERRUPTED:
             continue
@@ -482,7 +489,7 @@ async def test_a_later_attempt_is_resumed_as_such(chatml_tokenizer, tmp_path, dy
         assert resumed.observation.metrics["attempts"] == 2 or failing["left"] == 0, write
 
 
-async def test_a_message_that_a_hook_changes_in_place_is_resumed_as_changed(chatml_tokenizer, tmp_path, dying):
+async def test_a_message_that_a_hook_changes_in_place_is_resumed_as_changed(tmp_path, dying):
     class Redacts(HookProvider):
         def register_hooks(self, registry, **kwargs):
             registry.add_callback(BeforeModelCallEvent, self.redact)
@@ -498,44 +505,40 @@ async def test_a_message_that_a_hook_changes_in_place_is_resumed_as_changed(chat
             return [Redacts()]
 
     def environment(folder):
-        scripted = ScriptedSGLang(chatml_tokenizer, answer_by_position)
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=scripted.client())
+        scripted = ScriptedSGLang(TOKENIZER, answer_by_position)
+        model = SGLangModel(tokenizer=TOKENIZER, client=scripted.client())
         return Redacting(lambda: model, reward_fn=Contains(), journal=folder)
 
     whole = await environment(tmp_path / "whole").step(ASK)
-    for write in range(4, dying["writes"], 3):
-        dying["left"] = write
-        with suppress(Killed):
+    for write in range(4, dying.writes, 3):
+        with dying.at(write):
             await environment(tmp_path / str(write)).step(ASK)
-        dying["left"] = None
         (resumed,) = await environment(tmp_path / str(write)).resume(tmp_path / str(write))
         if resumed.termination_reason is not TerminationReason.INTERRUPTED:
             assert facts_of(resumed) == facts_of(whole), write
 
 
-async def test_a_fork_of_a_fork_is_resumed_and_forked_like_any_episode(chatml_tokenizer, tmp_path, dying):
-    environment, _ = counter(chatml_tokenizer, tmp_path)
+async def test_a_fork_of_a_fork_is_resumed_and_forked_like_any_episode(tmp_path, dying):
+    environment, _ = counter(tmp_path)
     whole = await environment.step(ASK)
     (fork,) = await environment.fork(whole, 1)
     later = fork.observation.trajectory.turns[3].index
     for again in await environment.fork(fork, later, 2):
         assert facts_of(again) == facts_of(whole)
     known = set(tmp_path.glob("*.journal"))
-    dying["left"] = 6
-    with suppress(Killed):
+    with dying.at(6):
         await environment.fork(fork, later)
-    dying["left"] = None
     (killed,) = set(tmp_path.glob("*.journal")) - known
     (resumed,) = await environment.resume(killed)
     assert facts_of(resumed) == facts_of(whole)
 
 
 @pytest.mark.parametrize("state", [b"", b"\0\xff", {"picture": b"\0\xff"}, [b"a", {"b": [b""]}], "text", 0, []])
-async def test_a_state_is_loaded_as_it_was_saved(chatml_tokenizer, tmp_path, dying, state):
+async def test_a_state_is_loaded_as_it_was_saved(tmp_path, dying, state):
     loaded = []
 
     def environment():
-        made, _ = counter(chatml_tokenizer, tmp_path)
+        made, _ = counter(tmp_path)
 
         async def save_state():
             return state
@@ -546,18 +549,16 @@ async def test_a_state_is_loaded_as_it_was_saved(chatml_tokenizer, tmp_path, dyi
         made.save_state, made.load_state = save_state, load_state
         return made
 
-    dying["left"] = 5
-    with suppress(Killed):
+    with dying.at(5):
         await environment().step(ASK)
-    dying["left"] = None
     await environment().resume(tmp_path)
     assert loaded == [state]
 
 
-async def test_a_state_that_no_file_can_hold_is_said_once_and_ends_nothing(chatml_tokenizer, tmp_path, caplog):
+async def test_a_state_that_no_file_can_hold_is_said_once_and_ends_nothing(tmp_path, caplog):
     for state in (object(), {"numbers": {1, 2}}):
         caplog.clear()
-        environment, _ = counter(chatml_tokenizer, tmp_path)
+        environment, _ = counter(tmp_path)
 
         async def save_state(state=state):
             return state
@@ -568,10 +569,10 @@ async def test_a_state_that_no_file_can_hold_is_said_once_and_ends_nothing(chatm
         assert sum("not protected" in record.message for record in caplog.records) == 1
 
 
-async def test_a_file_that_is_no_journal_is_not_written_and_a_missing_one_is_not_made(chatml_tokenizer, tmp_path):
+async def test_a_file_that_is_no_journal_is_not_written_and_a_missing_one_is_not_made(tmp_path):
     path = tmp_path / "a.journal"
     path.write_bytes(b"something else")
-    environment, _ = counter(chatml_tokenizer, path)
+    environment, _ = counter(path)
     with pytest.raises(JournalError, match="the journal holds an episode"):
         await environment.step(ASK)
     assert path.read_bytes() == b"something else"
@@ -590,35 +591,33 @@ LONG = {
 
 
 @pytest.mark.parametrize("limits", LONG.values(), ids=LONG)
-async def test_an_episode_of_several_invocations_keeps_its_budgets(chatml_tokenizer, tmp_path, dying, limits):
+async def test_an_episode_of_several_invocations_keeps_its_budgets(tmp_path, dying, limits):
     def answer(request):
         position = request.text.count("<|im_start|>assistant") - 1
         return call("add", number=position) if position < 35 else "All done."
 
     settings = {"max_tool_iterations": None, "answers": answer, "fork_points": 5, **limits}
-    environment, _ = counter(chatml_tokenizer, tmp_path / "whole", **settings)
+    environment, _ = counter(tmp_path / "whole", **settings)
     whole = await environment.step(ASK)
-    writes = dying["writes"]
+    writes = dying.writes
     for write in range(7, writes, writes // 4):
-        path = await killed_at(write, tmp_path / str(write), chatml_tokenizer, dying, **settings)
-        again, _ = counter(chatml_tokenizer, tmp_path, **settings)
+        path = await killed_at(write, tmp_path / str(write), dying, **settings)
+        again, _ = counter(tmp_path, **settings)
         (resumed,) = await again.resume(path)
         assert facts_of(resumed) == facts_of(whole), write
         assert again.total == environment.total, write
 
 
-async def test_a_call_that_a_hook_retries_is_trained_once_after_any_kill(chatml_tokenizer, tmp_path, dying):
+async def test_a_call_that_a_hook_retries_is_trained_once_after_any_kill(tmp_path, dying):
     def made(folder):
-        environment, _ = counter(chatml_tokenizer, folder)
+        environment, _ = counter(folder)
         environment.get_hooks = lambda: [RetryOnce()]
         return environment
 
     whole = await made(tmp_path / "whole").step(ASK)
-    for write in range(4, dying["writes"]):
-        dying["left"] = write
-        with suppress(Killed):
+    for write in range(4, dying.writes):
+        with dying.at(write):
             await made(tmp_path / str(write)).step(ASK)
-        dying["left"] = None
         (resumed,) = await made(tmp_path / str(write)).resume(tmp_path / str(write))
         if resumed.termination_reason is not TerminationReason.INTERRUPTED:
             assert tokens_of(resumed) == tokens_of(whole), write
@@ -648,30 +647,26 @@ class Helped(Environment):
         return [ask]
 
 
-def helped(tokenizer, folder):
+def helped(folder):
     def answer(request):
         if "You help." in request.text:
             return "It is so."
         position = request.text.count("<|im_start|>assistant") - 1
         return [call("ask", question="Is it?"), call("ask", question="Why?") * 2, "All done."][position]
 
-    scripted = ScriptedSGLang(tokenizer, answer)
-    return Helped(SGLangModel(tokenizer=tokenizer, client=scripted.client()), journal=folder)
+    scripted = ScriptedSGLang(TOKENIZER, answer)
+    return Helped(SGLangModel(tokenizer=TOKENIZER, client=scripted.client()), journal=folder)
 
 
-async def test_what_a_sub_agent_was_answered_is_kept_and_trained_once_if_its_call_runs_again(
-    chatml_tokenizer, tmp_path, dying
-):
-    whole = await helped(chatml_tokenizer, tmp_path / "whole").step(ASK)
+async def test_what_a_sub_agent_was_answered_is_kept_and_trained_once_if_its_call_runs_again(tmp_path, dying):
+    whole = await helped(tmp_path / "whole").step(ASK)
     again = []
-    for write in range(4, dying["writes"]):
-        dying["left"] = write
-        with suppress(Killed):
-            await helped(chatml_tokenizer, tmp_path / str(write)).step(ASK)
-        dying["left"] = None
+    for write in range(4, dying.writes):
+        with dying.at(write):
+            await helped(tmp_path / str(write)).step(ASK)
         (path,) = (tmp_path / str(write)).glob("*.journal")
         received = [turn.output_ids for turn in Trajectory.load(path).turns]
-        (resumed,) = await helped(chatml_tokenizer, tmp_path).resume(path)
+        (resumed,) = await helped(tmp_path).resume(path)
         assert sorted(tokens_of(resumed), key=str) == sorted(tokens_of(whole), key=str), write
         turns = resumed.observation.trajectory.turns
         assert len([turn for turn in turns if turn.output_ids in received]) >= len(received)
@@ -682,8 +677,8 @@ async def test_what_a_sub_agent_was_answered_is_kept_and_trained_once_if_its_cal
     assert set(again) == {"the process died inside the tool call that asked, which ran again"}
 
 
-async def test_forks_that_run_at_the_same_time_are_each_their_own(chatml_tokenizer, tmp_path):
-    environment = helped(chatml_tokenizer, tmp_path)
+async def test_forks_that_run_at_the_same_time_are_each_their_own(tmp_path):
+    environment = helped(tmp_path)
     whole = await environment.step(ASK)
     main = [turn.index for turn in whole.observation.trajectory.turns if not turn.is_auxiliary and turn.tool_calls]
     forks = await environment.fork(whole, main[1], 3)
@@ -696,13 +691,13 @@ async def test_forks_that_run_at_the_same_time_are_each_their_own(chatml_tokeniz
         await environment.fork(whole, 1)
 
 
-async def test_a_call_with_a_recorded_result_is_not_open_after_a_second_kill(chatml_tokenizer, tmp_path, dying):
+async def test_a_call_with_a_recorded_result_is_not_open_after_a_second_kill(tmp_path, dying):
     def answer(request):
         position = request.text.count("<|im_start|>assistant") - 1
         return [call("send", text="one") + call("add", number=1) * 2, "All done."][position]
 
     def made(folder, effects):
-        environment, _ = counter(chatml_tokenizer, folder, effects, answers=answer)
+        environment, _ = counter(folder, effects, answers=answer)
         environment.save_state = no_state
         return environment
 
@@ -710,16 +705,13 @@ async def test_a_call_with_a_recorded_result_is_not_open_after_a_second_kill(cha
         return None
 
     await made(tmp_path / "whole", []).step(ASK)
-    for first in range(6, dying["writes"]):
+    for first in range(6, dying.writes):
         for second in range(1, 8):
             folder, effects = tmp_path / f"{first} {second}", []
-            dying["left"] = first
-            with suppress(Killed):
+            with dying.at(first):
                 await made(folder, effects).step(ASK)
-            dying["left"] = second
-            with suppress(Killed):
+            with dying.at(second):
                 await made(folder, effects).resume(folder)
-            dying["left"] = None
             (path,) = folder.glob("*.journal")
             entries = Journal(path).entries()
             begun = {entry.data["call"] for entry in entries if entry.kind == "tool" and entry.data["effect"] == "once"}
@@ -733,11 +725,9 @@ async def test_a_call_with_a_recorded_result_is_not_open_after_a_second_kill(cha
 # --- what an environment's own code breaks ---
 
 
-async def test_a_state_that_cannot_be_saved_costs_the_protection_and_not_the_result_of_the_tool(
-    chatml_tokenizer, tmp_path
-):
-    environment, _ = counter(chatml_tokenizer, tmp_path)
-    plain, _ = counter(chatml_tokenizer, None)
+async def test_a_state_that_cannot_be_saved_costs_the_protection_and_not_the_result_of_the_tool(tmp_path):
+    environment, _ = counter(tmp_path)
+    plain, _ = counter(None)
     saved = []
 
     async def save_state():
@@ -753,8 +743,8 @@ async def test_a_state_that_cannot_be_saved_costs_the_protection_and_not_the_res
 
 
 @pytest.mark.parametrize("value", [b"\xff", object()], ids=["bytes", "object"])
-async def test_metrics_of_any_kind_end_the_episode_as_without_a_journal(chatml_tokenizer, tmp_path, value):
-    environment, _ = counter(chatml_tokenizer, tmp_path)
+async def test_metrics_of_any_kind_end_the_episode_as_without_a_journal(tmp_path, value):
+    environment, _ = counter(tmp_path)
     environment.compute_metrics = lambda observation: {"mine": value}
     result = await environment.step(ASK)
     assert result.reward.reward == 1.0
@@ -762,8 +752,8 @@ async def test_metrics_of_any_kind_end_the_episode_as_without_a_journal(chatml_t
     assert again.reward == result.reward
 
 
-async def test_each_attempt_is_protected_although_one_was_not(chatml_tokenizer, tmp_path):
-    environment, _ = counter(chatml_tokenizer, tmp_path, retries=1, retry_delay=0.001, journal_required=True)
+async def test_each_attempt_is_protected_although_one_was_not(tmp_path):
+    environment, _ = counter(tmp_path, retries=1, retry_delay=0.001, journal_required=True)
     failing, append = iter([True]), Journal.append
 
     def once(journal, kind, *arguments):
@@ -779,10 +769,10 @@ async def test_each_attempt_is_protected_although_one_was_not(chatml_tokenizer, 
     assert (kinds.count("attempt"), kinds[-1]) == (2, "end")
 
 
-async def test_a_state_that_cannot_be_loaded_leaves_the_episode_to_be_resumed(chatml_tokenizer, tmp_path, dying):
-    whole = await counter(chatml_tokenizer, tmp_path / "whole")[0].step(ASK)
-    path = await killed_at(6, tmp_path / "killed", chatml_tokenizer, dying)
-    environment, _ = counter(chatml_tokenizer, tmp_path)
+async def test_a_state_that_cannot_be_loaded_leaves_the_episode_to_be_resumed(tmp_path, dying):
+    whole = await counter(tmp_path / "whole")[0].step(ASK)
+    path = await killed_at(6, tmp_path / "killed", dying)
+    environment, _ = counter(tmp_path)
     load_state, environment.load_state = environment.load_state, None
     (failed,) = await environment.resume(path)
     assert failed.termination_reason is TerminationReason.INFRASTRUCTURE_ERROR
@@ -792,13 +782,13 @@ async def test_a_state_that_cannot_be_loaded_leaves_the_episode_to_be_resumed(ch
     assert facts_of(resumed) == facts_of(whole)
 
 
-async def test_the_result_of_an_ended_episode_is_as_it_was(chatml_tokenizer, tmp_path):
+async def test_the_result_of_an_ended_episode_is_as_it_was(tmp_path):
     class Secret(TaskContext):
         secret: str = ""
 
     history = [{"role": "user", "content": "Before?"}, {"role": "assistant", "content": "Yes."}]
     context = Secret(id="count", ground_truth="done", conversation_history=history, secret="kept")
-    environment, _ = counter(chatml_tokenizer, tmp_path, answers=["All done."])
+    environment, _ = counter(tmp_path, answers=["All done."])
     result = await environment.step(Action(message="Count.", task_context=context))
     (again,) = await environment.resume(tmp_path)
     assert again.observation.messages == result.observation.messages
@@ -806,10 +796,10 @@ async def test_the_result_of_an_ended_episode_is_as_it_was(chatml_tokenizer, tmp
     assert begun.data["action"]["task_context"]["secret"] == "kept"
 
 
-async def test_a_folder_is_resumed_around_journals_that_cannot_be(chatml_tokenizer, tmp_path, dying, caplog):
-    path = await killed_at(6, tmp_path, chatml_tokenizer, dying)
+async def test_a_folder_is_resumed_around_journals_that_cannot_be(tmp_path, dying, caplog):
+    path = await killed_at(6, tmp_path, dying)
     (tmp_path / "0.journal").write_bytes(b"something else")
-    environment, _ = counter(chatml_tokenizer, tmp_path)
+    environment, _ = counter(tmp_path)
     (result,) = await environment.resume(tmp_path)
     assert result.journal.path == path and "a journal is left as it is" in caplog.text
 

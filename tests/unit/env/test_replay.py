@@ -4,7 +4,6 @@ import asyncio
 import base64
 import gc
 import json
-import logging
 import os
 import random
 import re
@@ -158,16 +157,6 @@ async def evaluate(folder, make, prompts=1):
 
 async def replayed(path, make=None, **options):
     return [one async for one in replay([path], make, **options)]
-
-
-@pytest.fixture(autouse=True)
-def levels():
-    """Commands set the levels of loggers, for their process."""
-    loggers = [logging.getLogger(name) for name in ("strands", "strands_env.core", "opentelemetry")]
-    before = [logger.level for logger in loggers]
-    yield
-    for logger, level in zip(loggers, before, strict=True):
-        logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")

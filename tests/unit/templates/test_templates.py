@@ -42,7 +42,7 @@ from strands_sglang.templates.image_tokens import (
     require_image_understanding,
 )
 from strands_sglang.testing import ScriptedResponse, ScriptedSGLang
-from support.agents import MARKS, SPECIAL_TOKENS
+from support.agents import MARKS, SPECIAL_TOKENS, build_chatml_tokenizer
 from support.servers import as_json, client_in, client_to, generation, scripted
 from support.vision import picture
 
@@ -92,6 +92,11 @@ def call_message(*calls):
             for call in calls
         ],
     }
+
+
+def templated(text=None, **how):
+    """A chat template of this text, or the tokenizer's own."""
+    return ChatTemplate(build_chatml_tokenizer(), chat_template=text, **how)
 
 
 @pytest.fixture
@@ -168,55 +173,55 @@ def test_the_sampled_part_of_a_turns_end_is_not_repeated(template):
     assert template.decode(cut.token_ids).startswith("</think>\n\n<|im_end|>")
 
 
-def test_cut_reasoning_with_unknown_close_is_not_continued(chatml_tokenizer):
+def test_cut_reasoning_with_unknown_close_is_not_continued():
     text = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     with pytest.raises(UnprovenContinuationError, match="cut off in its reasoning"):
         template.continuation(SampledTurn([5], None, ends_in_reasoning=True), [asked("x")], None)
 
 
 def test_a_generation_prompt_that_opens_reasoning_is_noticed(chatml_tokenizer):
     text = chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>\n{% endif %}"
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     assert template.opening(opening_messages(), None).ends_with("<think>")
     new = [asked("x")]
     end = end_of(template)
     assert template.continuation(SampledTurn([end], end), new, None).ends_with("<think>")
 
 
-def test_a_closed_reasoning_block_in_the_prompt_is_not_open(chatml_tokenizer):
-    template = ChatTemplate(chatml_tokenizer, arguments={"enable_thinking": False})
+def test_a_closed_reasoning_block_in_the_prompt_is_not_open():
+    template = templated(arguments={"enable_thinking": False})
     prompt = template.opening(opening_messages(), None)
     assert "</think>" in template.decode(prompt.token_ids)
     assert not prompt.ends_with("<think>")
 
 
-def test_generation_prompt_arguments_do_not_change_the_identity(chatml_tokenizer):
-    with_thinking = ChatTemplate(chatml_tokenizer, arguments={"enable_thinking": True})
-    without = ChatTemplate(chatml_tokenizer, arguments={"enable_thinking": False})
+def test_generation_prompt_arguments_do_not_change_the_identity():
+    with_thinking = templated(arguments={"enable_thinking": True})
+    without = templated(arguments={"enable_thinking": False})
     assert with_thinking.identity == without.identity
 
 
 def test_arguments_that_change_the_history_change_the_identity(chatml_tokenizer):
     text = "{{ greeting or '' }}" + chatml_tokenizer.chat_template
-    plain = ChatTemplate(chatml_tokenizer, chat_template=text)
-    greeted = ChatTemplate(chatml_tokenizer, chat_template=text, arguments={"greeting": "hi"})
+    plain = templated(text)
+    greeted = templated(text, arguments={"greeting": "hi"})
     assert plain.identity != greeted.identity
 
 
 def test_arguments_that_matter_only_without_a_system_prompt_change_the_identity(chatml_tokenizer):
     text = "{% if messages[0].role != 'system' %}{{ name or 'You' }}{% endif %}" + chatml_tokenizer.chat_template
-    plain = ChatTemplate(chatml_tokenizer, chat_template=text)
-    assert plain.identity != ChatTemplate(chatml_tokenizer, chat_template=text, arguments={"name": "X"}).identity
+    plain = templated(text)
+    assert plain.identity != templated(text, arguments={"name": "X"}).identity
 
 
-def test_content_is_given_in_parts_where_a_template_wants_parts(chatml_tokenizer):
+def test_content_is_given_in_parts_where_a_template_wants_parts():
     text = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'text' %}"
         "{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     assert template.opening(opening_messages(), None).text.count("Be brief.") == 1
     history = [*opening_messages(), answered("4")]
     new = [asked("x")]
@@ -232,13 +237,13 @@ def test_content_is_given_in_parts_where_a_template_wants_parts(chatml_tokenizer
         ("assistant", "message 2: the chat template drops the text of the assistant"),
     ],
 )
-def test_a_text_that_only_this_conversation_loses_is_an_error(chatml_tokenizer, role, part):
+def test_a_text_that_only_this_conversation_loses_is_an_error(role, part):
     text = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         f"{{% if m.role != '{role}' or messages | length < 4 %}}{{{{ m.content }}}}{{% endif %}}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     short = [*opening_messages(), answered("4")]
     assert template.opening(short, None).text
     with pytest.raises(ChatTemplateError, match=part):
@@ -252,39 +257,39 @@ REFUSES_SYSTEM = (
 )
 
 
-def test_a_template_without_system_messages_continues(chatml_tokenizer):
-    template = ChatTemplate(chatml_tokenizer, chat_template=REFUSES_SYSTEM)
+def test_a_template_without_system_messages_continues():
+    template = templated(REFUSES_SYSTEM)
     new = [asked("x")]
     prompt = continued(template, new, has_system=False)
     assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_rejected_stand_in_is_unproven_not_an_error(chatml_tokenizer):
-    template = ChatTemplate(chatml_tokenizer, chat_template=REFUSES_SYSTEM)
+def test_a_rejected_stand_in_is_unproven_not_an_error():
+    template = templated(REFUSES_SYSTEM)
     new = [asked("x")]
     with pytest.raises(UnprovenContinuationError, match="System role not supported"):
         continued(template, new, has_system=True)
 
 
-def test_all_calls_of_a_turn_stand_before_its_results(chatml_tokenizer):
+def test_all_calls_of_a_turn_stand_before_its_results():
     # This template writes how many calls a result answers.
     text = (
         "{% for m in messages %}{% if m.role == 'tool' %}[{{ (messages | selectattr('tool_calls', 'defined') | "
         "list)[-1].tool_calls | length }}]{% endif %}{{ m.content }}{{ m.tool_calls or '' }}<|im_end|>{% endfor %}"
     )
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     calls = [{"toolUseId": f"t{i}", "name": "calculator", "id": f"t{i}"} for i in range(3)]
     results = [{"role": "tool", "content": "4", "tool_call_id": f"t{i}"} for i in range(3)]
     prompt = template.continuation(SampledTurn([end_of(template)], end_of(template), calls), results, None)
     assert template.decode(prompt.token_ids).startswith("[3]4<|im_end|>")
 
 
-def test_the_last_repetition_of_a_sentinel_counts(chatml_tokenizer):
+def test_the_last_repetition_of_a_sentinel_counts():
     text = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>(again){% endif %}"
         "{{ m.content }}<|im_end|>{% endfor %}"
     )
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     prompt = continued(template, [asked("x")])
     assert template.decode(prompt.token_ids) == "x<|im_end|>"
 
@@ -320,17 +325,17 @@ def test_tokenizers_are_freed_with_their_models(chatml_tokenizer):
     assert freed() is None
 
 
-def test_a_template_that_rejects_a_conversation_is_quoted(chatml_tokenizer):
+def test_a_template_that_rejects_a_conversation_is_quoted():
     text = "{% if messages|length > 2 %}{{ raise_exception('only one exchange') }}{% endif %}<|im_end|>" + (
         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     )
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     with pytest.raises(ChatTemplateError, match="only one exchange"):
         template.opening([*opening_messages(), asked("x")], None)
 
 
-def test_a_template_without_an_end_token_continues_nothing(chatml_tokenizer):
-    template = ChatTemplate(chatml_tokenizer, chat_template="{% for m in messages %}{{ m.content }}\n{% endfor %}")
+def test_a_template_without_an_end_token_continues_nothing():
+    template = templated("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     with pytest.raises(UnprovenContinuationError, match="no special token"):
         template.continuation(SampledTurn([5], None), [asked("x")], None)
 
@@ -343,8 +348,8 @@ MOVING = (  # as Mistral's templates do: system prompt and tools are before the 
 )
 
 
-def test_a_moved_system_prompt_is_not_continued_with_a_user_turn(chatml_tokenizer):
-    template = ChatTemplate(chatml_tokenizer, chat_template=MOVING)
+def test_a_moved_system_prompt_is_not_continued_with_a_user_turn():
+    template = templated(MOVING)
     new = [asked("x")]
     with pytest.raises(UnprovenContinuationError, match="moves the system prompt"):
         continued(template, new)
@@ -352,8 +357,8 @@ def test_a_moved_system_prompt_is_not_continued_with_a_user_turn(chatml_tokenize
     assert template.decode(without.token_ids) == "[TOOLS]x"
 
 
-def test_moved_tools_are_not_continued_with_a_user_turn(chatml_tokenizer):
-    template = ChatTemplate(chatml_tokenizer, chat_template=MOVING)
+def test_moved_tools_are_not_continued_with_a_user_turn():
+    template = templated(MOVING)
     new = [asked("x")]
     with pytest.raises(UnprovenContinuationError, match="moves the tools"):
         continued(template, new, tools=TOOLS, has_system=False)
@@ -372,8 +377,8 @@ def results(count):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_template_without_calls_continues_after_a_sampled_call(chatml_tokenizer, count):
-    template = ChatTemplate(chatml_tokenizer, chat_template=ONLY_ROLES)
+def test_a_template_without_calls_continues_after_a_sampled_call(count):
+    template = templated(ONLY_ROLES)
     calls = [{"toolUseId": f"t{i}", "name": "calculator", "id": f"t{i}"} for i in range(count)]
     prompt = continued(template, results(count), calls, tools=TOOLS)
     written = "".join(f"<|im_start|>tool\nresult {i}<|im_end|>\n" for i in range(count))
@@ -381,8 +386,8 @@ def test_a_template_without_calls_continues_after_a_sampled_call(chatml_tokenize
     assert set(template.self_check().values()) == {None}
 
 
-def test_a_template_without_calls_still_renders_none_from_history(chatml_tokenizer):
-    template = ChatTemplate(chatml_tokenizer, chat_template=ONLY_ROLES)
+def test_a_template_without_calls_still_renders_none_from_history():
+    template = templated(ONLY_ROLES)
     called = call_message(*CALLS)
     with pytest.raises(ChatTemplateError, match="drops the tool calls"):
         template.opening([*opening_messages(), called, *results(1)], TOOLS)
@@ -391,34 +396,34 @@ def test_a_template_without_calls_still_renders_none_from_history(chatml_tokeniz
 
 
 @pytest.mark.parametrize("calls", ["", "{{ m.tool_calls or '' }}"])
-def test_dropped_results_are_not_continued(chatml_tokenizer, calls):
+def test_dropped_results_are_not_continued(calls):
     text = (
         "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         + calls
         + "<|im_end|>\n{% endif %}{% endfor %}"
     )
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     with pytest.raises(UnprovenContinuationError, match="drops the tool results"):
         continued(template, results(1), CALLS, tools=TOOLS)
     with pytest.raises(ChatTemplateError, match=r"message 3: the chat template drops the tool results"):
         template.opening([*opening_messages(), answered("x"), *results(1)], TOOLS)
 
 
-def test_calls_that_a_template_drops_after_the_first_are_rejected(chatml_tokenizer):
+def test_calls_that_a_template_drops_after_the_first_are_rejected():
     text = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
     )
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     one, two = call_message(*CALLS[:1]), call_message(CALLS[0], {**CALLS[0], "toolUseId": "t1", "id": "t1"})
     assert template.opening([*opening_messages(), one, *results(1)], TOOLS).token_ids
     with pytest.raises(ChatTemplateError, match="drops the tool calls of a message after the first"):
         template.opening([*opening_messages(), two, *results(2)], TOOLS)
 
 
-def test_a_template_that_drops_the_system_prompt_is_rejected(chatml_tokenizer):
+def test_a_template_that_drops_the_system_prompt_is_rejected():
     text = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     with pytest.raises(ChatTemplateError, match="drops the system prompt"):
         template.opening(opening_messages(), None)
     assert template.opening(opening_messages()[1:], None).token_ids
@@ -472,18 +477,18 @@ def test_no_message_is_skipped_where_the_family_is_not_known(glm_tokenizer):
 
 def test_a_sentinel_changed_by_the_template_is_replaced(chatml_tokenizer):
     text = chatml_tokenizer.chat_template.replace("message.content", "message.content | upper")
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     prompt = continued(template, [asked("shout")])
     assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nSHOUT<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_template_that_takes_text_arguments_gets_text(chatml_tokenizer):
+def test_a_template_that_takes_text_arguments_gets_text():
     text = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.arguments + '</tool_call>' }}{% endfor %}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     assert set(template.self_check().values()) == {None}
     opening = template.opening([asked("q"), call_message(*CALLS)], None)
     assert '<tool_call>{"x": 1}</tool_call>' in template.decode(opening.token_ids)
@@ -539,8 +544,8 @@ READERS = {
 
 
 @pytest.mark.parametrize("text", [NUMBERED_RESULTS, *(CHATML % reader for reader in READERS.values())])
-def test_what_follows_a_turn_may_depend_on_all_before_it(chatml_tokenizer, text):
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+def test_what_follows_a_turn_may_depend_on_all_before_it(text):
+    template = templated(text)
     end = end_of(template)
     call = {"toolUseId": "t1", "name": "calculator", "id": "t1"}
     unproven, differing = 0, set()
@@ -580,10 +585,10 @@ async def test_what_strands_counts_without_the_system_prompt_is_not_sent(chatml_
 
 
 @pytest.mark.parametrize("given", [["a"], None, {}])
-def test_arguments_of_any_kind_are_rendered(chatml_tokenizer, given):
+def test_arguments_of_any_kind_are_rendered(given):
     called = call_message(*CALLS)
     called["tool_calls"][0]["function"]["arguments"] = given
-    text = ChatTemplate(chatml_tokenizer).opening([*opening_messages(), called, *results(1)], TOOLS).text
+    text = templated().opening([*opening_messages(), called, *results(1)], TOOLS).text
     assert json.dumps(given) in text
 
 
@@ -601,8 +606,8 @@ def test_a_word_in_the_system_prompt_changes_the_generation_prompt_of_every_call
 
 def test_arguments_that_matter_only_together_change_the_identity(chatml_tokenizer):
     text = "{% if a and b %}both{% endif %}" + chatml_tokenizer.chat_template
-    both = ChatTemplate(chatml_tokenizer, chat_template=text, arguments={"a": True, "b": True})
-    one = ChatTemplate(chatml_tokenizer, chat_template=text, arguments={"a": True, "b": False})
+    both = templated(text, arguments={"a": True, "b": True})
+    one = templated(text, arguments={"a": True, "b": False})
     assert both.identity != one.identity
 
 
@@ -631,16 +636,16 @@ def test_a_family_that_cannot_be_used_is_rejected(chatml_tokenizer):
         ChatTemplate(chatml_tokenizer, family="mistral")
 
 
-def test_a_template_that_strips_reasoning_rewrites_history(chatml_tokenizer):
-    assert ChatTemplate(chatml_tokenizer).rewrites_history()
-    assert not ChatTemplate(chatml_tokenizer).rewrites_history(reasoning="none")
-    assert not ChatTemplate(chatml_tokenizer).rewrites_history(tool_result=True)
+def test_a_template_that_strips_reasoning_rewrites_history():
+    assert templated().rewrites_history()
+    assert not templated().rewrites_history(reasoning="none")
+    assert not templated().rewrites_history(tool_result=True)
     keeping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}{{ m.content }}<|im_end|>"
     keeping += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    assert not ChatTemplate(chatml_tokenizer, chat_template=keeping).rewrites_history()
+    assert not templated(keeping).rewrites_history()
 
 
-def test_a_template_that_keeps_the_latest_reasoning_only_rewrites_history(chatml_tokenizer):
+def test_a_template_that_keeps_the_latest_reasoning_only_rewrites_history():
     text = (
         "{% set n = namespace(last=0) %}{% for m in messages %}{% if m.role == 'assistant' %}"
         "{% set n.last = loop.index %}{% endif %}{% endfor %}"
@@ -648,29 +653,29 @@ def test_a_template_that_keeps_the_latest_reasoning_only_rewrites_history(chatml
         "{% if loop.index == n.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
         "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    template = ChatTemplate(chatml_tokenizer, chat_template=text)
+    template = templated(text)
     assert template.rewrites_history() and template.rewrites_history(tool_result=True)
     assert not template.rewrites_history(reasoning="none")
 
 
-def test_a_template_that_strips_empty_reasoning_rewrites_history(chatml_tokenizer):
-    assert ChatTemplate(chatml_tokenizer).rewrites_history(reasoning="empty")
-    assert ChatTemplate(chatml_tokenizer).rewrites_history(tool_result=True, reasoning="empty")
+def test_a_template_that_strips_empty_reasoning_rewrites_history():
+    assert templated().rewrites_history(reasoning="empty")
+    assert templated().rewrites_history(tool_result=True, reasoning="empty")
     keeping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
     keeping += "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
     keeping += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    assert not ChatTemplate(chatml_tokenizer, chat_template=keeping).rewrites_history(reasoning="empty")
+    assert not templated(keeping).rewrites_history(reasoning="empty")
 
 
-def test_the_self_check_costs_at_most_50_ms_of_cpu(chatml_tokenizer):
-    ChatTemplate(chatml_tokenizer)  # compiles the template
+def test_the_self_check_costs_at_most_50_ms_of_cpu():
+    templated()  # compiles the template
     gc.collect()
     gc.disable()
     try:
         costs = []
         for _ in range(3):
             start = time.process_time()
-            ChatTemplate(chatml_tokenizer)
+            templated()
             costs.append(time.process_time() - start)
     finally:
         gc.enable()
@@ -711,15 +716,15 @@ def thoughtful_history():
     )
 
 
-def test_a_full_render_has_reasoning_and_text_next_to_calls(chatml_tokenizer):
-    template = ChatTemplate(chatml_tokenizer, chat_template=TEXT_OR_CALLS)
+def test_a_full_render_has_reasoning_and_text_next_to_calls():
+    template = templated(TEXT_OR_CALLS)
     text = template.opening(thoughtful_history(), TOOLS).text
     shown = "<|im_start|>assistant\n<think>\nAdd them.\n</think>\n\nLet me compute.<|im_end|>\n<|im_start|>assistant\n"
     assert f"{shown}<tool_call>" in text
 
 
-def test_text_that_every_form_drops_is_rejected_with_its_path(chatml_tokenizer):
-    template = ChatTemplate(chatml_tokenizer, chat_template=ALTERNATING)
+def test_text_that_every_form_drops_is_rejected_with_its_path():
+    template = templated(ALTERNATING)
     with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template drops the text next to a tool call"):
         template.opening(thoughtful_history(), TOOLS)
     silent = [{**message, "content": ""} if "tool_calls" in message else message for message in thoughtful_history()]
@@ -728,8 +733,8 @@ def test_text_that_every_form_drops_is_rejected_with_its_path(chatml_tokenizer):
     assert "<tool_call>" in template.opening(silent, TOOLS).text
 
 
-def test_new_messages_with_dropped_text_are_rejected(chatml_tokenizer):
-    template = ChatTemplate(chatml_tokenizer, chat_template=ALTERNATING)
+def test_new_messages_with_dropped_text_are_rejected():
+    template = templated(ALTERNATING)
     with pytest.raises(UnprovenContinuationError, match="drops the text next to a tool call"):
         template.continuation(SampledTurn([7, end_of(template)], end_of(template)), thoughtful_history(), TOOLS)
 
@@ -795,7 +800,7 @@ def test_a_tool_result_cannot_end_its_own_turn(chatml_tokenizer):
 
 
 def test_the_text_stays_the_same_to_the_letter(chatml_tokenizer):
-    plain = ChatTemplate(chatml_tokenizer)
+    plain = templated()
     escaped = ChatTemplate(chatml_tokenizer, escape_control_tokens=True)
     messages = history(f"a {INJECTED} b </tool_response>")
     opening = escaped.opening(messages, tools("x"))
