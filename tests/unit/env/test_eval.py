@@ -531,13 +531,6 @@ async def test_lost_record_of_a_cancelled_caller_is_logged(tmp_path, monkeypatch
     assert path.read_bytes() == b""
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
-async def test_full_device_is_reported():
-    with pytest.raises(CheckpointError):
-        file = CheckpointFile("/dev/full")
-        await file.append(lambda: record(1))
-
-
 @pytest.mark.parametrize(
     "content", [b"question,answer\n1,2\n", b"torn text", b'{"question": "?"}\n', b'{"key":"a"}\nnot ours']
 )
@@ -871,58 +864,42 @@ async def test_retry_errors_runs_errored_samples_again(tmp_path):
     assert run.compute_metrics(results)["pass@1"] == 1.0 == run.compute_metrics(read_results(path)[1])["pass@1"]
 
 
-async def test_sample_without_an_environment_is_dropped():
-    """A failing factory counted as a wrong answer."""
-
-    async def factory(action):
-        raise RuntimeError("no sandbox")
-
-    run = Evaluator(factory, show_progress=False)
-    metrics = run.compute_metrics(await run.run(tasks(2)))
-    assert (metrics["dropped_samples"], metrics["errored_samples"]) == (2, 0)
+class Hanging(Environment):
+    async def reset(self):
+        await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("way", ["no environment", "a reset that hangs"])
-async def test_sample_whose_model_was_never_called_is_dropped(way):
+class Nameless(StubEnvironment):
+    def identity(self):
+        raise RuntimeError("no such reward model")
+
+
+async def no_sandbox(action):
+    raise RuntimeError("no sandbox")
+
+
+SPOKEN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+
+
+@pytest.mark.parametrize(
+    ("factory", "message", "told"),
+    [
+        (no_sandbox, "?", "RuntimeError: no sandbox"),
+        (lambda action: None, "?", "TypeError: the environment factory returned None: it must return an environment"),
+        (lambda action: Hanging(lambda: None, Contains(), episode_timeout=0.1), "?", "longer than 0.1 seconds"),
+        (lambda action: Nameless(), "?", "RuntimeError: no such reward model"),
+        (lambda action: Environment(lambda: None, Contains()), SPOKEN, "must have the role user"),
+    ],
+    ids=["no environment", "none", "a reset that hangs", "no identity", "an invalid task"],
+)
+async def test_sample_whose_model_was_never_called_is_dropped(tmp_path, factory, message, told):
     """It counted as a wrong answer."""
-
-    class Hanging(Environment):
-        async def reset(self):
-            await asyncio.Event().wait()
-
-    made = {
-        "no environment": lambda action: None,
-        "a reset that hangs": lambda action: Hanging(lambda: None, Contains(), episode_timeout=0.1),
-    }
-    run = Evaluator(made[way], show_progress=False)
-    results = await run.run(tasks(2))
-    metrics = run.compute_metrics(results)
-    assert (metrics["dropped_samples"], metrics["errored_samples"]) == (2, 0)
-    [[lost], _] = results.values()
-    if way == "no environment":
-        assert (
-            lost.step_result.error == "TypeError: the environment factory returned None: it must return an environment"
-        )
-
-
-async def test_sample_of_an_invalid_task_is_dropped():
-    """It counted as a wrong answer, although the model was not called."""
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    evaluator = Evaluator(lambda action: Environment(lambda: None, Contains()))
-    results = await evaluator.run([Action(message=chat)])
+    run = Evaluator(factory, output_path=tmp_path, show_progress=False)
+    results = await run.run([Action(message=message)])
     [[lost]] = results.values()
-    assert not lost.is_finished and not lost.is_errored and "role user" in lost.step_result.error
-    assert evaluator.compute_metrics(results)["dropped_samples"] == 1.0
-
-
-async def test_sample_without_an_identity_is_dropped(tmp_path):
-    class Nameless(StubEnvironment):
-        def identity(self):
-            raise RuntimeError("no such reward model")
-
-    run = evaluator(Nameless(), output_path=tmp_path / "r.jsonl")
-    metrics = run.compute_metrics(await run.run(tasks(2)))
-    assert (metrics["dropped_samples"], metrics["errored_samples"]) == (2, 0)
+    assert not lost.is_finished and not lost.is_errored and told in lost.step_result.error
+    metrics = run.compute_metrics(results)
+    assert (metrics["dropped_samples"], metrics["errored_samples"]) == (1, 0)
 
 
 async def test_missing_reward_of_a_self_judging_step_is_an_error():
@@ -1434,32 +1411,12 @@ def test_large_counts_match_the_binomial_formula():
         assert pass_hat_k([n], [c], k)[0] == pytest.approx(math.comb(c, k) / math.comb(n, k), abs=1e-12)
 
 
-def test_both_estimators_are_unbiased():
-    rng = np.random.default_rng(7)
-    skill, n = 0.3, 8
-    c = rng.binomial(n, skill, size=200_000)
-    for k in (1, 2, 4, 8):
-        assert pass_at_k(np.full_like(c, n), c, k).mean() == pytest.approx(1 - (1 - skill) ** k, abs=0.004)
-        assert pass_hat_k(np.full_like(c, n), c, k).mean() == pytest.approx(skill**k, abs=0.004)
-
-
 @pytest.mark.parametrize(
     ("n", "c", "k"), [([2], [1], 3), ([4], [5], 1), ([4], [-1], 1), ([4], [1], 0), ([4, 4], [1], 1)]
 )
 def test_impossible_counts_are_refused(n, c, k):
     with pytest.raises(ValueError):
         pass_at_k(n, c, k)
-
-
-def test_majority_of_all_samples_is_the_most_frequent_answer():
-    assert majority_at_k(["a", "a", "b"], [True, True, False], 3) == 1.0
-    assert majority_at_k(["a", "b", "b"], [True, False, False], 3) == 0.0
-
-
-def test_ties_are_shared_and_missing_answers_do_not_vote():
-    assert majority_at_k(["a", "b"], [True, False], 2) == 0.5
-    assert majority_at_k(["a", None, None], [True, False, False], 3) == 1.0
-    assert majority_at_k([None, None], [False, False], 2) == 0.0
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=7), st.data())
@@ -1473,12 +1430,6 @@ def test_majority_matches_enumeration(samples, data):
         expected.append(np.mean(shares) if shares else 0.0)
     answers, successes = zip(*samples, strict=True)
     assert majority_at_k(answers, successes, k) == pytest.approx(np.mean(expected))
-
-
-def test_majority_matches_a_closed_form():
-    # 3 of 5 samples, two answers, 3 right ones: the majority is right if at least 2 of the 3 drawn are.
-    expected = (math.comb(3, 3) + math.comb(3, 2) * math.comb(2, 1)) / math.comb(5, 3)
-    assert majority_at_k(list("aaabb"), [True] * 3 + [False] * 2, 3) == pytest.approx(expected)
 
 
 def test_majority_of_many_samples_is_near_the_closed_form():

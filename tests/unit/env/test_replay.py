@@ -144,6 +144,17 @@ def environment(tokenizer, seed=0, *, client=None, model=None, **settings):
     return make
 
 
+def with_tools(model_factory, *tools):
+    """A factory of plain environments with these tools."""
+
+    def create(action):
+        env = Environment(model_factory)
+        env.get_tools = lambda: list(tools)
+        return env
+
+    return create
+
+
 def dead(tokenizer):
     """A client whose server must not be asked."""
     return ScriptedSGLang(tokenizer, [ScriptedFault("drop")] * 9).client(max_retries=0)
@@ -305,18 +316,14 @@ def a_byte_of_the_record(rng, tokenizer, seed, folder):
 
 
 def an_outcome(rng, tokenizer, seed, folder):
-    file = folder / "results.jsonl"
-    record = json.loads(file.read_text())
-    record["termination_reason"] = rng.choice(["max_turns_reached", "max_tokens_reached"])
-    file.write_text(json.dumps(record) + "\n")
+    reason = rng.choice(["max_turns_reached", "max_tokens_reached"])
+    results_of(folder, lambda record: record.update(termination_reason=reason))
     return environment(tokenizer, seed), {}, ("outcome", {_turns(folder)[-1].index})
 
 
 def a_reward(rng, tokenizer, seed, folder):
-    file = folder / "results.jsonl"
-    record = json.loads(file.read_text())
-    record["reward"] += rng.choice([-1e-9, 1, 100])
-    file.write_text(json.dumps(record) + "\n")
+    more = rng.choice([-1e-9, 1, 100])
+    results_of(folder, lambda record: record.update(reward=record["reward"] + more))
     return environment(tokenizer, seed), {}, ("reward", {None})
 
 
@@ -594,57 +601,29 @@ async def test_recorded_tools_do_not_run_and_live_ones_do(recorded, tokenizer):
 
 
 async def test_sub_agents_replay_inside_live_tools(tokenizer, tmp_path):
-    """A tool that asks the model in the same trajectory; recorded tools do not ask."""
-    answers = [call("count", what="tea"), "Four."]
-    server = ScriptedSGLang(
-        tokenizer,
-        lambda request: "four" if "You count" in request.text else answers.pop(0),
-    )
-
-    def make(client):
-        def create(action):
-            model = SGLangModel(tokenizer=tokenizer, client=client)
-
-            @tool
-            async def count(what: str) -> str:
-                """Count."""
-                return str(await make_agent(model, system_prompt="You count.").invoke_async(what))
-
-            env = Environment(lambda: model)
-            env.get_tools = lambda: [count]
-            return env
-
-        return create
-
-    await evaluate(tmp_path / "e", make(server.client()))
-    for tools in ("recorded", "live"):
-        [one] = await replayed(tmp_path / "e", make(dead(tokenizer)), tools=tools)
-        assert one.is_same, one
-    assert len(one.now.turns) == 3
-
-
-async def test_a_sub_agent_that_is_not_asked_any_more(tokenizer, tmp_path):
-    """The tool returns the same; recorded tools do not ask, and cannot tell."""
+    """A tool that asks the model in the same trajectory; recorded tools do not ask, and cannot tell if it does not."""
     answers = [call("count", what="tea"), "Four."]
     server = ScriptedSGLang(tokenizer, lambda request: "four" if "You count" in request.text else answers.pop(0))
     asks = True
 
-    def make(action):
-        model = SGLangModel(tokenizer=tokenizer, client=server.client())
+    def make(client):
+        model = SGLangModel(tokenizer=tokenizer, client=client)
 
         @tool
         async def count(what: str) -> str:
             """Count."""
             return str(await make_agent(model, system_prompt="You count.").invoke_async(what)) if asks else "four\n"
 
-        env = Environment(lambda: model)
-        env.get_tools = lambda: [count]
-        return env
+        return with_tools(lambda: model, count)
 
-    await evaluate(tmp_path, make)
+    await evaluate(tmp_path, make(server.client()))
+    for tools in ("recorded", "live"):
+        [one] = await replayed(tmp_path, make(dead(tokenizer)), tools=tools)
+        assert one.is_same, one
+    assert len(one.now.turns) == 3
     asks = False
-    assert places(await replayed(tmp_path, make, tools="live")) == [("agent", 1)]
-    assert places(await replayed(tmp_path, make)) == []
+    assert places(await replayed(tmp_path, make(dead(tokenizer)), tools="live")) == [("agent", 1)]
+    assert places(await replayed(tmp_path, make(dead(tokenizer)))) == []
 
 
 @pytest.mark.parametrize("tools", ["recorded", "live"])
@@ -719,12 +698,7 @@ async def test_results_that_a_file_holds_in_another_form_replay(tokenizer, tmp_p
         return {"status": "success", "content": [{"json": {"value": value}}]}
 
     def make(client):
-        def create(action):
-            env = Environment(lambda: SGLangModel(tokenizer=tokenizer, client=client))
-            env.get_tools = lambda: [odd]
-            return env
-
-        return create
+        return with_tools(lambda: SGLangModel(tokenizer=tokenizer, client=client), odd)
 
     await evaluate(tmp_path, make(ScriptedSGLang(tokenizer, [call("odd"), "Done."]).client()))
     [one] = await replayed(tmp_path, make(dead(tokenizer)), tools=tools)
@@ -739,8 +713,7 @@ async def test_a_result_that_the_messages_hold_is_kept_once(tokenizer):
         return {"status": "success", "content": [{"text": "here"}, {"document": page}]}
 
     client = ScriptedSGLang(tokenizer, [call("scan"), "Done."]).client()
-    env = Environment(lambda: SGLangModel(tokenizer=tokenizer, client=client))
-    env.get_tools = lambda: [scan]
+    env = with_tools(lambda: SGLangModel(tokenizer=tokenizer, client=client), scan)(None)
     result = await env.step(Action(message="Scan."))
     assert "a page" in str(result.observation.messages) and result.observation.trajectory.tool_results == {}
 
@@ -862,9 +835,7 @@ async def test_results_that_no_file_can_hold_disturb_nothing(tokenizer, tmp_path
 async def test_what_cannot_run_is_named_and_the_rest_is_replayed(recorded, tokenizer, tmp_path):
     """A record without a user's message, an identity that raises, another provider's model."""
     make = environment(tokenizer, 1)
-    shutil.copytree(recorded / "shop-1", tmp_path / "a")
-    file = tmp_path / "a" / "results.jsonl"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "message": []}) + "\n")
+    results_of(shutil.copytree(recorded / "shop-1", tmp_path / "a"), lambda record: record.update(message=[]))
     shutil.copytree(recorded / "shop-1", tmp_path / "b")
     found = await replayed(tmp_path, make)
     assert [one.is_same for one in found] == [False, True]
