@@ -757,6 +757,18 @@ async def collect(events):
     return [event async for event in events]
 
 
+def best_of(kept):
+    """Middleware that takes one of three answers to the first call."""
+    asked = iter([3, 1])
+
+    async def take(context, next_fn):
+        answers = await asyncio.gather(*(collect(next_fn(context)) for _ in range(next(asked))))
+        for event in answers[kept % len(answers)]:
+            yield event
+
+    return take
+
+
 # Row 5
 async def test_text_injected_for_one_call_is_only_in_its_prompt(judged):
     judge = judged([call(expression="2 * 3"), "6.", "Bye."])
@@ -824,41 +836,25 @@ async def test_the_next_call_shows_which_answer_was_taken(judged, kept):
     from strands.middleware import InvokeModelStage
 
     judge = judged(numbered)
-    asked = iter([3, 1])
-
-    async def best_of(context, next_fn):
-        answers = await asyncio.gather(*(collect(next_fn(context)) for _ in range(next(asked))))
-        for event in answers[kept % len(answers)]:
-            yield event
-
     agent = judge.agent()
-    agent.add_middleware(InvokeModelStage, best_of)
+    agent.add_middleware(InvokeModelStage, best_of(kept))
     await ask(agent, 2)
     judge.check(discarded={0, 1, 2} - {kept})
 
 
 # Row 6
 @needs_middleware
-@pytest.mark.parametrize("goes_on", [True, False])
-async def test_of_several_answers_that_say_the_same_one_is_trained(judged, goes_on):
+@pytest.mark.parametrize("questions", [1, 2])
+async def test_of_several_answers_that_say_the_same_one_is_trained(judged, questions):
     from strands.middleware import InvokeModelStage
 
     judge = judged(lambda request: "Always the same.")
-    asked = iter([3, 1])
-
-    async def best_of(context, next_fn):
-        answers = await asyncio.gather(*(collect(next_fn(context)) for _ in range(next(asked))))
-        for event in answers[0]:
-            yield event
-
     agent = judge.agent()
-    agent.add_middleware(InvokeModelStage, best_of)
-    await agent.invoke_async("Question-0?")
-    if goes_on:
-        await agent.invoke_async("Question-1?")
+    agent.add_middleware(InvokeModelStage, best_of(0))
+    await ask(agent, questions)
     judge.settle(agent)
     assert judge.statuses().count("discarded") == 2
-    assert judge.masks() == ([[1, 1]] if goes_on else [[1]])
+    assert judge.masks() == [[1] * questions]
 
 
 # Row 6
@@ -1999,34 +1995,22 @@ async def test_a_cancel_after_the_tools_discards_nothing(judged):
 
 
 # Row 11
-async def test_text_of_a_hook_that_denies_a_model_call_is_prompt(judged):
+@pytest.mark.parametrize(
+    ("event_type", "messages", "shown_in"), [(BeforeModelCallEvent, 3, 1), (BeforeInvocationEvent, 0, 0)]
+)
+async def test_text_of_a_hook_that_denies_a_call_is_prompt(judged, event_type, messages, shown_in):
     judge = judged(numbered)
     agent = judge.agent()
 
     def deny(event):
-        event.cancel = "NOT NOW" if len(event.agent.messages) == 3 else False
+        event.cancel = "NOT NOW" if len(event.agent.messages) == messages else False
 
-    agent.add_hook(deny, BeforeModelCallEvent)
+    agent.add_hook(deny, event_type)
     await ask(agent, 3)
     assert len(judge.server.requests) == 2
-    assert "NOT NOW" in judge.prompt(1)
+    assert "NOT NOW" in judge.prompt(shown_in)
     judge.check(masks=[[1, 1]])
     assert "NOT NOW" not in judge.trained_text()
-
-
-# Row 11
-async def test_text_of_a_hook_that_denies_an_invocation_is_prompt(judged):
-    judge = judged(numbered)
-    agent = judge.agent()
-
-    def deny(event):
-        event.cancel = "CLOSED" if not event.agent.messages else False
-
-    agent.add_hook(deny, BeforeInvocationEvent)
-    await ask(agent, 3)
-    assert len(judge.server.requests) == 2
-    assert "CLOSED" in judge.prompt(0)
-    judge.check(masks=[[1, 1]])
 
 
 # Row 11
@@ -2166,21 +2150,20 @@ async def test_the_agents_of_a_swarm_have_sequences_of_their_own(judged):
 
 # Row 19
 @pytest.mark.parametrize("keeps", [True, False])
-async def test_an_agent_that_is_a_tool_has_sequences_of_its_own(judged, keeps):
+@pytest.mark.parametrize("book", ["Book-{}", "The same book"])
+async def test_an_agent_that_is_a_tool_has_sequences_of_its_own(judged, keeps, book):
     def answer(request):
         if "You look up facts." in request.text:
             return f"Found-{request.index}."
         calls = request.text.count("<tool_response>\n")
-        return call("librarian", input=f"Book-{calls}") if calls < 2 else "Both found."
+        return call("librarian", input=book.format(calls)) if calls < 2 else "Both found."
 
     judge = judged(answer)
     librarian = judge.agent(system_prompt="You look up facts.", name="librarian")
     agent = judge.agent([librarian.as_tool(preserve_context=keeps)])
     await agent.invoke_async("Find two books.")
     assert "Found-3." in judge.prompt(-1)
-    judge.check()
-    expected = [[1, 1], [1, 1, 1]] if keeps else [[1], [1], [1, 1, 1]]
-    assert judge.masks() == expected
+    judge.check(masks=[[1, 1], [1, 1, 1]] if keeps else [[1], [1], [1, 1, 1]])
 
 
 DELEGATE = call("subagent", task="Your task.")
@@ -2345,19 +2328,6 @@ def test_agents_in_threads_share_a_model(judged):
         thread.join()
     judge.check(*trajectories)
     assert lengths == [[[1, 1]]] * 6
-
-
-async def test_an_agent_tool_asked_the_same_twice_keeps_both_answers(judged):
-    def answer(request):
-        if "You look" in request.text:
-            return f"Found-{request.index}."
-        calls = request.text.count("<tool_response>\n")
-        return call("librarian", input="The book") if calls < 2 else "Both found."
-
-    judge = judged(answer)
-    librarian = judge.agent(system_prompt="You look up facts.", name="librarian")
-    await judge.agent([librarian.as_tool()]).invoke_async("Find it twice.")
-    judge.check()
 
 
 # --- Helpers on `model.auxiliary`: recorded, and never trained unless asked for ---
