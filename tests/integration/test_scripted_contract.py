@@ -348,7 +348,9 @@ async def test_prompt_beyond_the_context_gets_the_same_message(pair, prompt_over
         {"input_ids": PROMPT, "return_logprob": "x"},
         {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": "x"},
         {"input_ids": PROMPT, "return_routed_experts": "x"},
+        {"input_ids": PROMPT, "return_routed_experts": None},
         {"input_ids": PROMPT, "routed_experts_start_len": "x"},
+        {"input_ids": PROMPT, "routed_experts_start_len": None},
         {"text": 5},
     ],
 )

@@ -271,7 +271,8 @@ def _check_body_types(body: dict[str, Any]) -> None:
     """Check the JSON types, where true is not an integer."""
     for key, (kinds, name) in _BODY_TYPES.items():
         value = body.get(key)
-        if value is not None and type(value) not in kinds:
+        is_null_allowed = key not in ("return_routed_experts", "routed_experts_start_len")
+        if key in body and type(value) not in kinds and not (value is None and is_null_allowed):
             raise validation_error(("body", key), f"{name}_type", f"Input should be a valid {name}", value)
     ids = body.get("input_ids") or ()
     for kind in set(map(type, ids)) - {int, list}:

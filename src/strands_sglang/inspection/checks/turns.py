@@ -113,12 +113,15 @@ def trained_tokens(episode: Inspected) -> dict[int, Any]:
 
 def _falling(episode: Inspected) -> Iterator[Finding]:
     for turn in episode.turns:
-        before = [] if turn.parent is None else [*spans_of(turn.parent)]
+        parent = turn.parent
+        while parent and not spans_of(parent):  # of a server that told no version
+            parent = parent.parent
+        before = () if parent is None else spans_of(parent)
         if turn.parent_kept is not None:
             before = [span for span in before if span.start < turn.parent_kept]
         for (earlier, *_), (later, start, stop) in pairwise([*before[-1:], *spans_of(turn)]):
-            numbers = version_number(earlier), version_number(later)
-            if numbers[0] is not None and numbers[1] is not None and numbers[1] < numbers[0]:
+            first, second = version_number(earlier), version_number(later)
+            if first is not None and second is not None and second < first:
                 why = f"version {later} sampled it after version {earlier} sampled the tokens before"
                 yield Finding("version-falls", why, turn=turn.index, token=start, count=stop - start)
 
