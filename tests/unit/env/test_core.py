@@ -42,6 +42,7 @@ from strands_env.core import (
     Action,
     Environment,
     Observation,
+    RewardError,
     RewardFunction,
     RewardResult,
     TaskContext,
@@ -339,6 +340,32 @@ async def test_numbers_of_any_library_are_rewards(value):
     """A reward that was a NumPy number ended in an error."""
     env, _ = scripted_env([ANSWER], reward_fn=Gives(value))
     assert (await env.step(ASK)).reward == RewardResult(reward=0.5)
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "1.0", RewardResult(reward=float("inf"))], ids=repr)
+async def test_non_finite_reward_is_no_reward(value):
+    env, _ = scripted_env([ANSWER], reward_fn=Gives(value))
+    result = await env.step(ASK)
+    assert result.reward is None
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE
+    assert result.error is not None and result.error.startswith("reward function: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_infrastructure"),
+    [
+        (RewardError("the judge is gone", is_infrastructure=True), True),
+        (RewardError("the judge rambles"), False),
+        (ConnectionError("raised by what the answer made the reward do"), False),
+        (MemoryError(), False),
+    ],
+)
+async def test_reward_error_reports_infrastructure(error, is_infrastructure):
+    env, _ = scripted_env([ANSWER], reward_fn=Gives(error))
+    result = await env.step(ASK)
+    assert result.reward is None
+    assert result.reward_error is not None and result.reward_error.startswith(type(error).__name__)
+    assert result.reward_error_is_infrastructure is is_infrastructure
 
 
 async def test_judge_on_the_same_model_is_in_no_trajectory(chatml_tokenizer):
@@ -671,6 +698,7 @@ async def test_failing_reward_function_is_reported(function, error):
     result = await env.step(ASK)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE
     assert (result.reward, result.error) == (None, error)
+    assert not result.reward_error_is_infrastructure
     assert env.steps == ["reset", "cleanup"]
 
 
@@ -1072,6 +1100,8 @@ async def test_every_exception_ends_only_its_own_episode(place, is_async, error,
     if place in ("cleanup", "compute_metrics", "reward"):
         assert result.termination_reason is TerminationReason.TASK_COMPLETE
         assert (result.reward is None) == (place == "reward") and (result.error is None) == (place == "cleanup")
+        if place == "compute_metrics":
+            assert result.error.startswith("compute_metrics: ")
     else:
         assert result.termination_reason is TerminationReason.AGENT_ERROR
         assert result.error.endswith(told)
