@@ -160,13 +160,12 @@ def checkpoint(stack: contextlib.AsyncExitStack, records: int, at_once: int) -> 
 
 def environment(stack: contextlib.AsyncExitStack, episodes: int) -> Round:
     from strands_sglang.testing import ScriptedAnswer
-    from support.agents import build_chatml_tokenizer
     from support.environments import ANSWER, ASK, CALL, CalculatorEnv, scripted_env
 
     def answer(request: Any) -> Any:
         return ScriptedAnswer(ANSWER if request.text.count("<tool_response>") >= 3 else CALL)
 
-    first, _ = scripted_env(build_chatml_tokenizer(), answer, client={"max_connections": episodes})
+    first, _ = scripted_env(answer, client={"max_connections": episodes})
     tools = first.get_tools()
 
     async def run() -> None:
