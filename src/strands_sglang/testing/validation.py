@@ -87,13 +87,14 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 }
 _ELEMENT_TYPES = {"stop": "a string", "stop_regex": "a string", "stop_token_ids": "i64", "logit_bias": "f64"}
 
+_NULL = type(None)
 _BODY_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "input_ids": ((list,), "list"),
-    "text": ((str, list), "string"),
-    "rid": ((str, list), "string"),
-    "sampling_params": ((dict, list), "dictionary"),
-    "return_logprob": ((bool,), "boolean"),
-    "logprob_start_len": ((int, list), "integer"),
+    "input_ids": ((list, _NULL), "list"),
+    "text": ((str, list, _NULL), "string"),
+    "rid": ((str, list, _NULL), "string"),
+    "sampling_params": ((dict, list, _NULL), "dictionary"),
+    "return_logprob": ((bool, _NULL), "boolean"),
+    "logprob_start_len": ((int, list, _NULL), "integer"),
     "return_routed_experts": ((bool,), "boolean"),
     "routed_experts_start_len": ((int,), "integer"),
 }
@@ -270,10 +271,8 @@ def check_generate(
 def _check_body_types(body: dict[str, Any]) -> None:
     """Check the JSON types, where true is not an integer."""
     for key, (kinds, name) in _BODY_TYPES.items():
-        value = body.get(key)
-        is_null_allowed = key not in ("return_routed_experts", "routed_experts_start_len")
-        if key in body and type(value) not in kinds and not (value is None and is_null_allowed):
-            raise validation_error(("body", key), f"{name}_type", f"Input should be a valid {name}", value)
+        if key in body and type(body[key]) not in kinds:
+            raise validation_error(("body", key), f"{name}_type", f"Input should be a valid {name}", body[key])
     ids = body.get("input_ids") or ()
     for kind in set(map(type, ids)) - {int, list}:
         message = f"Value error, elements must be int or list; got {kind.__name__}"

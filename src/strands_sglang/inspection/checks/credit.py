@@ -98,7 +98,8 @@ def check_openings(groups: Sequence[Group]) -> Iterator[Finding]:
         if len(counts) < 2 or None in counts or any(known[prompt] < 2 for prompt in counts):
             continue
         (usual, _), *_ = counts.most_common()
-        first, odd = (next(each for each in own if (own[each] == usual) is is_usual) for is_usual in (True, False))
+        first = next(each for each in own if own[each] == usual)
+        odd = next(each for each in own if own[each] != usual)
         why = f"it opens with another prompt than {first}, and their rewards are compared"
         yield Finding("group", why, group=name, episode=odd)
 

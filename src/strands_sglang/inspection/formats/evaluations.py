@@ -35,8 +35,9 @@ def read_evaluation(results: Path) -> list[Group]:
         plan = json.loads(plan_file.read_bytes())
         version = plan["format"]
         groups: dict[Hashable, Group] = {}
-        for prompt in plan["prompts"] if version == FORMAT else ():
-            group_of(groups, prompt, "evaluation", results)
+        if version == FORMAT:
+            for prompt in plan["prompts"]:
+                group_of(groups, prompt, "evaluation", results)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise UnreadableError(f"{plan_file}: damaged: {error}") from error
     if version != FORMAT:
