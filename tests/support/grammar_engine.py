@@ -30,7 +30,7 @@ def run(tokenizer, stop_ids, seed, jobs, **liked):
         vocabulary = [bytes([code]) for code in range(256)] + [b"</s>"]
         info = xgrammar.TokenizerInfo(vocabulary, vocab_size=len(vocabulary), stop_token_ids=stop_ids)
     else:
-        loaded = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+        loaded = PreTrainedTokenizerFast(tokenizer_file=f"{tokenizer}/tokenizer.json")
         info = xgrammar.TokenizerInfo.from_huggingface(loaded, vocab_size=len(loaded), stop_token_ids=stop_ids)
     compiler = xgrammar.GrammarCompiler(info, max_threads=2)
     chance = random.Random(seed)
@@ -49,44 +49,51 @@ def run(tokenizer, stop_ids, seed, jobs, **liked):
     return answers
 
 
-def allowed(matcher, info):
-    """Return the ids that may come next, by the mask that a server applies to the logits."""
-    mask = xgrammar.allocate_token_bitmask(1, info.vocab_size)
-    if not matcher.fill_next_token_bitmask(mask, 0):
-        return np.arange(info.vocab_size)
-    return np.flatnonzero(np.unpackbits(mask.numpy()[0].view(np.uint8), bitorder="little")[: info.vocab_size])
+class Mask:
+    """The tokens that a grammar allows next, by the mask that a server applies to the logits."""
+
+    def __init__(self, grammar, info):
+        self.matcher = xgrammar.GrammarMatcher(grammar)
+        self._words = xgrammar.allocate_token_bitmask(1, info.vocab_size)
+        self._bytes = self._words.numpy()[0].view(np.uint8)
+        self._size = info.vocab_size
+
+    def read(self):
+        """Return for each token whether it is allowed."""
+        if not self.matcher.fill_next_token_bitmask(self._words, 0):
+            return np.ones(self._size, np.uint8)
+        return np.unpackbits(self._bytes, count=self._size, bitorder="little")
 
 
 def refused(grammar, info, ids):
     """Return the position of the first rejected token and the reason; None if the grammar accepts all and ends."""
-    matcher = xgrammar.GrammarMatcher(grammar)
+    mask = Mask(grammar, info)
     for position, token in enumerate(ids):
-        if token not in allowed(matcher, info):
+        if not mask.read()[token]:
             return [position, "masked"]
-        if not matcher.accept_token(token):
+        if not mask.matcher.accept_token(token):
             return [position, "not accepted"]
-    return None if matcher.is_terminated() else [len(ids), "not ended"]
+    return None if mask.matcher.is_terminated() else [len(ids), "not ended"]
 
 
 def walk(grammar, info, stop_ids, chance, pieces, ends):
     """Sample a text of pieces that fit, spelled as far as the grammar allows, or of any tokens."""
-    matcher = xgrammar.GrammarMatcher(grammar)
+    mask = Mask(grammar, info)
+    firsts = {id(liked): np.array([piece[0] for piece in liked]) for liked in (pieces, ends)}
     ids = []
-    while not matcher.is_terminated() and len(ids) < LIMIT:
-        found = allowed(matcher, info)
-        some = set(found.tolist())
+    while not mask.matcher.is_terminated() and len(ids) < LIMIT:
+        is_allowed = mask.read()
         liked = ends if len(ids) > LONG and chance.random() < 0.7 else pieces
-        fitting = [piece for piece in liked if piece[0] in some]
-        stops = [[stop] for stop in stop_ids if stop in some]
-        if stops and (len(stops) == len(some) or chance.random() < 0.5):
+        fitting = [liked[number] for number in np.flatnonzero(is_allowed[firsts[id(liked)]])]
+        stops = [[stop] for stop in stop_ids if is_allowed[stop]]
+        if stops and (len(stops) == np.count_nonzero(is_allowed) or chance.random() < 0.5):
             fitting = stops
         elif not fitting or chance.random() < 0.2:
-            plain = (
-                [code for code in found if code < 128] if info.vocab_size == 257 else []
-            )  # bytes that are characters
-            fitting = [[int(chance.choice(plain or found))]]
+            found = np.flatnonzero(is_allowed)
+            plain = found[found < 128] if info.vocab_size == 257 else ()  # bytes that are characters
+            fitting = [[int(chance.choice(plain if len(plain) else found))]]
         for position, token in enumerate(chance.choice(fitting)):
-            if not matcher.accept_token(token):
+            if not mask.matcher.accept_token(token):
                 assert position, f"{token} is in the mask and not accepted"
                 break
             ids.append(token)
