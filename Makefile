@@ -54,7 +54,7 @@ test-property: $(VENV)/.installed-dev
 # The first line fetches what is not there yet; npm has to be installed for it.
 test-families: $(VENV)/.installed-dev
 	@$(BIN)/python tests/support/families/fetch.py
-	$(BIN)/python -m pytest -n 2 tests/families
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/families
 
 # The first line installs SGLang and makes the models if they are not there: minutes that no test should be charged for.
 # Each worker starts the servers that its files need: no two of them share one. The longest come first (conftest.py).
@@ -71,10 +71,10 @@ test-strands: $(VENV)/.installed-dev
 test-trainers: $(VENV)/.installed-dev
 	$(BIN)/python tests/trainers/run.py
 
-# Chromium comes from the system's packages. The site and the viewer are a file each; pages of the site mostly wait.
+# Chromium comes from the system's packages.
 test-docs: docs
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { echo "installing Chromium"; apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/docs
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/docs
 
 # In an environment of its own, by the same rule as below.
 test-lowest:

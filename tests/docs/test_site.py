@@ -49,50 +49,74 @@ def site():
 
 
 @pytest.fixture
-def page(site):
-    """A page of the browser that records requests, errors and console messages."""
+def open_page(site):
+    """Opens pages of a phone's browser that record requests and errors."""
     address, browser = site
     context = browser.new_context(base_url=address, viewport={"width": 390, "height": 844})
-    opened = context.new_page()
-    opened.requested, opened.errors = [], []
 
-    def failed(request):
-        if request.failure != "net::ERR_ABORTED":  # the test left the page before it was answered
-            opened.errors.append(request.url)
+    def opened():
+        page = context.new_page()
+        page.requested, page.errors = [], []
 
-    opened.on("request", lambda request: opened.requested.append(request.url))
-    opened.on("requestfailed", failed)
-    opened.on("pageerror", lambda error: opened.errors.append(str(error)))
+        def failed(request):
+            if request.failure != "net::ERR_ABORTED":  # the test left the page before it was answered
+                page.errors.append(request.url)
+
+        page.on("request", lambda request: page.requested.append(request.url))
+        page.on("requestfailed", failed)
+        page.on("pageerror", lambda error: page.errors.append(str(error)))
+        return page
+
     yield opened
     context.close()
 
 
-def test_no_page_asks_another_host_or_overflows_a_phone(page, site):
-    address, _ = site
-    for path in PAGES:
-        page.goto(f"/{path}/", wait_until="networkidle")
-        width = page.evaluate("document.documentElement.scrollWidth")
-        assert width <= 390, f"{path} is {width} px wide"
-        sizes = page.evaluate(
-            "[...document.querySelectorAll('article p')].map(e => parseFloat(getComputedStyle(e).fontSize))"
-        )
-        assert min(sizes, default=16) >= 12, path
-    assert [url for url in page.requested if not url.startswith((address, "data:", "blob:"))] == []
-    assert page.errors == []
+@pytest.fixture
+def page(open_page):
+    return open_page()
 
 
-@pytest.mark.parametrize("term", SEARCHES)
-def test_the_search_finds(term, page):
-    page.set_viewport_size({"width": 1280, "height": 900})
+@pytest.fixture(scope="module")
+def search(site):
+    """The dialog of the search, in a wide window."""
+    address, browser = site
+    page = browser.new_page(base_url=address, viewport={"width": 1280, "height": 900})
     page.goto("/", wait_until="networkidle")
     dialog = page.locator("dialog[aria-label=Search]")
     while not dialog.is_visible():  # a page begins to listen to keys a moment after it is loaded
         page.keyboard.press("/")
         with suppress(PlaywrightTimeoutError):
             dialog.wait_for(timeout=1_000)
-    dialog.get_by_role("combobox").fill(term)
-    results = dialog.locator("a")
-    results.and_(page.locator(f'[href*="{SEARCHES[term]}"]')).first.wait_for(timeout=60_000)
+    return dialog
+
+
+def test_no_page_asks_another_host_or_overflows_a_phone(open_page, site):
+    address, _ = site
+    tabs = [open_page() for _ in range(8)]
+    for begin in range(0, len(PAGES), len(tabs)):
+        opened = [*zip(tabs, PAGES[begin:], strict=False)]
+        for tab, path in opened:
+            tab.goto(f"/{path}/", wait_until="commit")
+        for tab, path in opened:
+            tab.wait_for_load_state("networkidle")
+            width = tab.evaluate("document.documentElement.scrollWidth")
+            assert width <= 390, f"{path} is {width} px wide"
+            sizes = tab.evaluate(
+                "[...document.querySelectorAll('article p')].map(e => parseFloat(getComputedStyle(e).fontSize))"
+            )
+            assert min(sizes, default=16) >= 12, path
+    own = (address, "data:", "blob:")
+    assert [url for tab in tabs for url in tab.requested if not url.startswith(own)] == []
+    assert [error for tab in tabs for error in tab.errors] == []
+
+
+@pytest.mark.parametrize("term", SEARCHES)
+def test_the_search_finds(term, search):
+    results = search.locator("a")
+    search.get_by_role("combobox").fill("")
+    results.first.wait_for(state="detached")  # those of another term
+    search.get_by_role("combobox").fill(term)
+    results.and_(search.page.locator(f'[href*="{SEARCHES[term]}"]')).first.wait_for(timeout=60_000)
 
 
 def test_what_is_wider_than_a_phone_scrolls_by_key(page):
