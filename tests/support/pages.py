@@ -6,7 +6,6 @@ import inspect
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
@@ -15,6 +14,7 @@ from unittest import mock
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY
 from support.agents import call
+from support.processes import run_script
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -157,13 +157,12 @@ def run_page(page, name, model, folder, patch):
 
 def _run_commands(text, where):
     """Run the commands of this project in a block of shell lines."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    scripts = Path(sys.executable).parent
+    path = os.pathsep.join([str(scripts), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join([".", *sys.path])}
     for line in text.replace("\\\n", " ").splitlines():
         command, *arguments = shlex.split(line, comments=True) or [""]
         # tests/integration serves.
         if command in ("strands-sglang", "strands-env") and arguments[:1] != ["serve"]:
-            run = subprocess.run(
-                [command, *arguments], capture_output=True, text=True, timeout=240, env=environment, check=False
-            )
+            run = run_script(scripts / command, *arguments, timeout=240, environment=environment)
             assert run.returncode == 0, f"{where}: {line}\n{run.stdout}{run.stderr}"

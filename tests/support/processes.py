@@ -1,10 +1,13 @@
-"""Processes of this machine: running examples, and finding processes of worlds."""
+"""Processes of this machine: running scripts, and finding processes of worlds."""
 
 import contextlib
+import multiprocessing
 import os
+import runpy
 import select
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 PATIENCE_S = 60
@@ -48,10 +51,45 @@ def running(owner):
     return {pid: found[pid][1] for pid in sorted(family - first) if pid in found}
 
 
+# --- scripts ---
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+# Most of a script's time is imports. These are made once, in a process that each script is a fork of.
+_WARM = multiprocessing.get_context("forkserver")
+_WARM.set_forkserver_preload(
+    [
+        *("strands_env.cli", "strands_env.environments.calculator", "strands_env.eval", "strands_env.rewards"),
+        *("strands_sglang.cli", "strands_sglang.viewer", "transformers.models.auto.tokenization_auto", "torch"),
+    ]
+)
 
 
 def run_example(name, *arguments, timeout=120):
     """Run `examples/NAME.py` to its end."""
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    return run_script(EXAMPLES / f"{name}.py", *arguments, timeout=timeout)
+
+
+def run_script(script, *arguments, timeout=120, environment=os.environ):
+    """Run a Python script to its end, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder, name) for name in ("stdout", "stderr")]
+        line = [str(script), *map(str, arguments)]
+        process = _WARM.Process(target=_run_script, args=(line, os.getcwd(), dict(environment), streams))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(line, timeout)
+        return subprocess.CompletedProcess(line, process.exitcode, *(stream.read_text() for stream in streams))
+
+
+def _run_script(line, folder, environment, streams):
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, stream in enumerate(streams, 1):
+        os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = line
+    sys.path[:0] = [str(Path(line[0]).parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    runpy.run_path(line[0], run_name="__main__")
