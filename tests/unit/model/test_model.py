@@ -96,6 +96,34 @@ async def asked(model, question, tools=None):
     return await make_agent(model, tools).invoke_async(question)
 
 
+def altering(server, alter):
+    """A client of a server that changes the decoded body of each answer in place."""
+
+    async def respond(request):
+        response = await server.transport().handle_async_request(request)
+        body = json.loads(await response.aread())
+        if request.url.path == "/generate":
+            alter(body)
+        return httpx.Response(response.status_code, json=body)
+
+    return through(respond)
+
+
+# Writes every message as it is: no tools, no calls, no reasoning that is stripped.
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def other_tokenizer(chatml_tokenizer):
+    """One that differs from the usual one by one token."""
+    other = copy.deepcopy(chatml_tokenizer)
+    other.add_tokens(["<observation>"])
+    return other
+
+
 # === SGLangModel under a real Strands agent, against the scripted server: what is sent, recorded, and seen ===
 
 
@@ -553,10 +581,8 @@ async def test_template_policy_strips_reasoning_of_a_restored_history(rollout):
     assert model.trajectory.turns[2].parent is model.trajectory.turns[1]  # nothing is left to strip
 
 
-async def test_a_template_that_keeps_history_has_one_sequence(rollout, chatml_tokenizer):
-    keeping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    keeping += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    _, model = rollout(["a", "b"], history_policy="template", chat_template=keeping)
+async def test_a_template_that_keeps_history_has_one_sequence(rollout):
+    _, model = rollout(["a", "b"], history_policy="template", chat_template=PLAIN_TEMPLATE)
     agent = make_agent(model)
     await ask(agent, "a", "b")
     assert len(model.trajectory.sequences()) == 1
@@ -565,26 +591,25 @@ async def test_a_template_that_keeps_history_has_one_sequence(rollout, chatml_to
 # --- update config ---
 
 
-async def test_a_parser_that_was_not_named_goes_with_the_chat_template(rollout, chatml_tokenizer):
-    _, model = rollout([])
+OTHER_FORMAT = CHATML_TEMPLATE + "{# <function= #}"
+
+
+async def test_only_a_parser_that_was_not_named_goes_with_the_chat_template(rollout):
+    (_, model), (_, named) = rollout([]), rollout([], tool_parser="glm")
     assert isinstance(model.tool_parser, HermesToolParser)
-    model.update_config(chat_template=chatml_tokenizer.chat_template + "{# <function= #}")
+    model.update_config(chat_template=OTHER_FORMAT)
     assert type(model.tool_parser).__name__ == "QwenXMLToolParser"
+    parser = named.tool_parser
+    named.update_config(chat_template=OTHER_FORMAT)
+    assert named.tool_parser is parser
 
 
-async def test_a_parser_that_was_named_stays(rollout, chatml_tokenizer):
-    _, model = rollout([], tool_parser="glm")
-    parser = model.tool_parser
-    model.update_config(chat_template=chatml_tokenizer.chat_template + "{# <function= #}")
-    assert model.tool_parser is parser
-
-
-async def test_a_call_under_way_keeps_its_configuration(rollout, chatml_tokenizer):
+async def test_a_call_under_way_keeps_its_configuration(rollout):
     def answer(request):
-        model.update_config(chat_template=chatml_tokenizer.chat_template + "{# <function= #}")
+        model.update_config(chat_template=OTHER_FORMAT)
         return call(expression="2 * 3")
 
-    server, model = rollout([answer, "ok"])
+    _, model = rollout([answer, "ok"])
     tools, ran = make_tools()
     await asked(model, "2 times 3?", tools)
     assert ran == ["2 * 3"]
@@ -604,9 +629,8 @@ async def test_an_answer_that_breaks_the_parser_is_a_cut_turn(rollout):
 
 
 async def test_a_template_without_calls_refuses_them_in_history(rollout):
-    dropping = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    dropping += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    server, model = rollout([call(expression="2 * 3"), "It is 6."], chat_template=dropping, tool_parser="hermes")
+    answers = [call(expression="2 * 3"), "It is 6."]
+    _, model = rollout(answers, chat_template=PLAIN_TEMPLATE, tool_parser="hermes")
     agent = make_agent(model, TOOLS)
     await agent.invoke_async("2 times 3?")
     (sequence,) = model.trajectory.sequences()
@@ -1045,18 +1069,9 @@ async def test_a_sampled_id_that_no_text_has_is_sent_back(chatml_tokenizer):
 
 async def test_prompt_logprobs_that_do_not_come_back_are_an_error(chatml_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, ["ok"])
-
-    async def drop(request):
-        response = await server.transport().handle_async_request(request)
-        body = json.loads(await response.aread())
-        if request.url.path == "/generate":
-            del body["meta_info"]["input_token_logprobs"]
-        return httpx.Response(response.status_code, json=body)
-
-    client = through(drop)
-    model = model_on(client, return_prompt_logprobs=True)
+    client = altering(server, lambda body: body["meta_info"].pop("input_token_logprobs"))
     with pytest.raises(SGLangDecodingError, match="logprob_start_len"):
-        await asked(model, "a")
+        await asked(model_on(client, return_prompt_logprobs=True), "a")
 
 
 def places_in(value, place=()):
@@ -1078,32 +1093,27 @@ def places_in(value, place=()):
 )
 async def test_no_value_in_an_answer_is_another_error_or_an_unreadable_file(chatml_tokenizer, config):
     server = ScriptedSGLang(chatml_tokenizer, lambda request: "hello there you")
-    changed = {}
+    alteration = None
 
-    async def change(request):
-        response = await server.transport().handle_async_request(request)
-        body = json.loads(await response.aread())
-        if request.url.path == "/generate":
-            changed.setdefault("body", copy.deepcopy(body))
-            if "place" in changed:
-                *way, last = changed["place"]
-                holder = body
-                for key in way:
-                    holder = holder[key]
-                holder[last] = changed["value"]
-        return httpx.Response(response.status_code, json=body)
+    def change(body):
+        if alteration is not None:
+            (*way, last), value = alteration
+            for key in way:
+                body = body[key]
+            body[last] = value
+
+    model = model_on(altering(server, change), **config)
 
     async def ask():
-        client = through(change)
-        model = model_on(client, **config)
+        model.reset()
         async for _ in model.stream([user("hi")]):
             pass
         return model.trajectory
 
     await ask()
-    for place in places_in(changed["body"]):
+    for place in places_in(server.responses[0].body):
         for value in (None, -1, 0, 2**70, 1.5, True, "", "NaN", "x", [], {}):
-            changed.update(place=place, value=value)
+            alteration = place, value
             try:
                 recorded = await ask()
             except SGLangClientError:
@@ -1266,17 +1276,10 @@ async def test_images_and_documents_are_rejected_with_their_path(rollout):
 
 
 async def test_a_server_that_truncates_the_prompt_is_rejected(chatml_tokenizer):
-    server = ScriptedSGLang(chatml_tokenizer, ["ok"])
+    def truncate(body):
+        body["meta_info"]["prompt_tokens"] -= 1
 
-    async def truncate(request):
-        response = await server.transport().handle_async_request(request)
-        body = json.loads(await response.aread())
-        if request.url.path == "/generate":
-            body["meta_info"]["prompt_tokens"] -= 1
-        return httpx.Response(response.status_code, json=body)
-
-    client = through(truncate)
-    model = model_on(client)
+    model = model_on(altering(ScriptedSGLang(chatml_tokenizer, ["ok"]), truncate))
     with pytest.raises(SGLangDecodingError, match="allow-auto-truncate"):
         await asked(model, "a")
     assert sum(model.token_manager.loss_mask) == 0
@@ -1645,11 +1648,6 @@ async def test_routed_experts_are_those_of_the_sampling(resuming):
 
 
 async def test_a_constrained_answer_starts_over(resuming):
-    from pydantic import BaseModel
-
-    class Sum(BaseModel):
-        total: int
-
     server, model = resuming([aborted('{"tot'), '{"total": 4}'])
     events = [event async for event in model.structured_output(Sum, [user("2+2?")])]
     assert events[-1]["output"] == Sum(total=4)
@@ -2006,15 +2004,13 @@ async def test_a_signal_already_set_sends_and_records_nothing(rollout):
 
 
 async def test_structured_output_can_be_cancelled(rollout):
-    class Answer(BaseModel):
-        number: int
-
     server, model = rollout(["never"])
     signal = threading.Event()
     signal.set()
-    with pytest.raises(SGLangCancelledError):
-        [event async for event in model.structured_output(Answer, QUESTION, cancel_signal=signal)]
+    with pytest.raises(SGLangCancelledError) as caught:
+        [event async for event in model.structured_output(Sum, QUESTION, cancel_signal=signal)]
     assert server.requests == []
+    assert termination_reason(caught.value) is TerminationReason.CANCELLED
 
 
 async def test_a_call_past_its_deadline_is_a_cut_turn_and_a_timeout(chatml_tokenizer):
@@ -2027,14 +2023,6 @@ async def test_a_call_past_its_deadline_is_a_cut_turn_and_a_timeout(chatml_token
     reason = termination_reason(caught.value, trajectory=model.trajectory)
     assert reason is TerminationReason.TIMEOUT
     assert outcome_of(reason, sampled_tokens=len(turn.output_ids)).slime_status == "TRUNCATED"
-
-
-async def test_a_deadline_without_a_server_is_an_infrastructure_error():
-    assert termination_reason(SGLangDeadlineError("late")) is TerminationReason.INFRASTRUCTURE_ERROR
-
-
-async def test_a_cancelled_call_is_a_cancelled_episode():
-    assert termination_reason(SGLangCancelledError("cancelled")) is TerminationReason.CANCELLED
 
 
 # --- routing keys ---
@@ -2117,12 +2105,10 @@ async def test_a_router_leaves_the_match_unproven_with_one_warning(chatml_tokeni
     assert "max_new_tokens" not in server.requests[0].sampling_params
 
 
-async def test_a_tokenizer_that_lacks_only_a_mark_is_noticed(chatml_tokenizer):
-    other = copy.deepcopy(chatml_tokenizer)
-    other.add_tokens(["<observation>"])
+async def test_a_tokenizer_that_lacks_only_a_mark_is_noticed(chatml_tokenizer, other_tokenizer):
     server = ScriptedSGLang(chatml_tokenizer, ["never"])
     with pytest.raises(TokenizerMismatchError, match="<observation>"):
-        await make_agent(SGLangModel(tokenizer=other, client=server.client())).invoke_async("hi")
+        await asked(SGLangModel(tokenizer=other_tokenizer, client=server.client()), "hi")
     assert server.requests == []
 
 
@@ -2138,12 +2124,10 @@ async def test_every_one_of_several_servers_is_asked_once(chatml_tokenizer):
     assert sorted(hosts_of(network, "/tokenize")) == ["one", "two"]
 
 
-async def test_one_server_with_another_tokenizer_is_named_in_the_error(chatml_tokenizer):
-    other = copy.deepcopy(chatml_tokenizer)
-    other.add_tokens(["<observation>"])
-    one, two = ScriptedSGLang(other, ["ok"]), ScriptedSGLang(chatml_tokenizer, ["ok"])
+async def test_one_server_with_another_tokenizer_is_named_in_the_error(chatml_tokenizer, other_tokenizer):
+    one, two = ScriptedSGLang(other_tokenizer, ["ok"]), ScriptedSGLang(chatml_tokenizer, ["ok"])
     network = network_of(one=one, two=two)
-    model = SGLangModel(tokenizer=other, client=client_in(network, "one", "two"))
+    model = SGLangModel(tokenizer=other_tokenizer, client=client_in(network, "one", "two"))
     for _ in range(2):
         with pytest.raises(TokenizerMismatchError, match="http://two"):
             await asked(model, "hi")
@@ -2160,14 +2144,11 @@ async def test_the_shortest_context_of_several_servers_counts(chatml_tokenizer):
     assert request.sampling_params["max_new_tokens"] + len(request.input_ids) == 500
 
 
-async def test_a_server_that_is_down_is_asked_when_it_gets_requests(chatml_tokenizer, monkeypatch):
+async def test_a_server_that_is_down_is_asked_when_it_gets_requests(chatml_tokenizer, other_tokenizer, monkeypatch):
     monkeypatch.setattr("strands_sglang.client.balancer.FIRST_PROBE_S", 0.0)
     monkeypatch.setattr("strands_sglang.client.balancer.MAX_PROBE_S", 0.0)
-    other = copy.deepcopy(chatml_tokenizer)
-    other.add_tokens(["<observation>"])
-    good = ScriptedSGLang(other, lambda request: "ok")
-    network = network_of(one=good, two=None)
-    model = SGLangModel(tokenizer=other, client=client_in(network, "one", "two"))
+    network = network_of(one=ScriptedSGLang(other_tokenizer, lambda request: "ok"), two=None)
+    model = SGLangModel(tokenizer=other_tokenizer, client=client_in(network, "one", "two"))
     for _ in range(3):
         assert str(await asked(model, "hi")).strip() == "ok"
     plug(network, two=ScriptedSGLang(chatml_tokenizer, lambda request: "wrong"))
@@ -2260,10 +2241,6 @@ async def test_a_template_that_shows_no_tools_is_warned_of_once(rollout, caplog)
         """Multiply a by b."""
         return a * b
 
-    template = (
-        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    )
-    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     prompts = (
         ("Write multiply(a, b).\nMultiply a by b.", 0),  # the tool's description
         ("Use the tool multiply.", 1),  # a name alone tells the model nothing
@@ -2271,7 +2248,7 @@ async def test_a_template_that_shows_no_tools_is_warned_of_once(rollout, caplog)
     )
     for system_prompt, warnings in prompts:
         caplog.clear()
-        _, model = rollout(["Hi."], chat_template=template)
+        _, model = rollout(["Hi."], chat_template=PLAIN_TEMPLATE + "{# not warned of by another test #}")
         await make_agent(model, [multiply], system_prompt=system_prompt).invoke_async("Hi!")
         assert caplog.text.count("none of its tools") == warnings
 
