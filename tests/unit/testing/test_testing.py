@@ -55,13 +55,27 @@ async def generate(server, input_ids=PROMPT, **body):
     return response.json()
 
 
-async def waiting(make_server, **body):
-    """A server, the gate of its only answer, and the request that waits there."""
-    gate = Gate()
-    server = make_server([gate])
+async def waiting(make_server, *others, on_abort=None, **body):
+    """A server, the gate of its first answer, and the request that waits there."""
+    gate = Gate(on_abort)
+    server = make_server([gate, *others])
     task = asyncio.create_task(generate(server, **body))
     await gate.reached.wait()
     return server, gate, task
+
+
+def endless():
+    """An answer that never comes, and events for other threads: its request has arrived, and is no longer awaited."""
+    reached, left = threading.Event(), threading.Event()
+
+    async def wait(request):
+        reached.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    return wait, reached, left
 
 
 async def refused(server, **body):
@@ -334,13 +348,17 @@ def test_cache_finds_the_longest_prefix_of_earlier_prompts(prompts):
     server = ScriptedSGLang(tokenizer, lambda request: ScriptedAnswer(token_ids=[9]), stop_token_ids=[9])
 
     async def run():
-        return [(await generate(server, prompt))["meta_info"]["cached_tokens"] for prompt in prompts]
+        async with connect(server) as client:
+            for prompt in prompts:
+                await client.post("/generate", json={"input_ids": prompt, "sampling_params": GREEDY})
 
     def expected(i):
         shared = (os.path.commonprefix([prompts[i], earlier]) for earlier in prompts[:i])
         return min(max(map(len, shared), default=0), len(prompts[i]) - 1)
 
-    assert asyncio.run(run()) == [expected(i) for i in range(len(prompts))]
+    asyncio.run(run())
+    told = [response.body["meta_info"]["cached_tokens"] for response in server.responses]
+    assert told == [expected(i) for i in range(len(prompts))]
 
 
 async def test_cache_finds_the_first_difference_in_long_prompts(make_server):
@@ -500,10 +518,7 @@ async def test_requests_and_responses_are_logged_unchanged(make_server):
 
 
 async def test_responses_have_the_index_of_their_request(make_server):
-    gate = Gate()
-    server = make_server([gate, "second"])
-    first = asyncio.create_task(generate(server))
-    await gate.reached.wait()
+    server, gate, first = await waiting(make_server, "second")
     await generate(server)
     assert server.responses[0] is None
     assert server.responses[1].body["text"] == "second"
@@ -543,10 +558,7 @@ async def test_waiting_request_is_aborted_with_an_empty_answer(make_server):
 
 
 async def test_the_function_may_return_the_partial_answer(make_server, chatml_tokenizer):
-    gate = Gate(on_abort="The answer")
-    server = make_server([gate])
-    task = asyncio.create_task(generate(server, rid="r-1"))
-    await gate.reached.wait()
+    server, _, task = await waiting(make_server, on_abort="The answer", rid="r-1")
     await post(server, "/abort_request", rid="r-1")
     body = await task
     assert body["output_ids"] == chatml_tokenizer.encode("The answer")
@@ -596,24 +608,19 @@ async def test_abort_before_the_wait_for_the_answer_is_not_lost(make_server):
 
 
 async def test_aborted_request_does_not_end_a_later_one_of_its_id(make_server):
-    first, second = Gate(on_abort="partial"), Gate()
-    server = make_server([first, second])
-    tasks = [asyncio.create_task(generate(server, rid="same"))]
-    await first.reached.wait()
+    second = Gate()
+    server, _, aborted = await waiting(make_server, second, on_abort="partial", rid="same")
     await post(server, "/abort_request", rid="same")
-    tasks.append(asyncio.create_task(generate(server, rid="same")))
+    later = asyncio.create_task(generate(server, rid="same"))
     await second.reached.wait()
-    await tasks[0]
+    await aborted
     assert server.running == ["same"]
     second.open.set()
-    assert (await tasks[1])["text"] == "let go"
+    assert (await later)["text"] == "let go"
 
 
 async def test_a_request_id_in_flight_cannot_be_used_again(make_server):
-    gate = Gate()
-    server = make_server([gate, "second"])
-    task = asyncio.create_task(generate(server, rid="same"))
-    await gate.reached.wait()
+    server, gate, task = await waiting(make_server, "second", rid="same")
     assert await refused(server, input_ids=PROMPT, rid="same") == "Duplicate request ID detected: same"
     gate.open.set()
     await task
@@ -728,18 +735,11 @@ def test_one_transport_serves_several_event_loops(make_server):
 
 
 def test_an_abort_from_another_thread_reaches_the_request(make_server):
-    started = threading.Event()
-
-    async def wait_for_ever(request):
-        started.set()
-        await asyncio.Event().wait()
-        return "never"
-
-    server = make_server([wait_for_ever])
-    results = []
+    answer, reached, _ = endless()
+    server, results = make_server([answer]), []
     thread = threading.Thread(target=lambda: results.append(asyncio.run(generate(server, rid="there"))))
     thread.start()
-    started.wait()
+    reached.wait()
     asyncio.run(post(server, "/abort_request", rid="there"))
     thread.join()
     assert results[0]["meta_info"]["finish_reason"] == ABORTED
@@ -786,16 +786,9 @@ def test_thread_ends_and_the_port_is_free_again(make_server):
 
 
 async def test_open_requests_do_not_delay_the_end(make_server):
-    reached = threading.Event()
-
-    async def wait_for_ever(request):
-        reached.set()
-        await asyncio.Event().wait()
-        return "never"
-
-    server = make_server([wait_for_ever])
+    answer, reached, _ = endless()
     async with httpx.AsyncClient() as client:
-        async with server.serve() as base_url:
+        async with make_server([answer]).serve() as base_url:
             task = asyncio.create_task(client.post(base_url + "/generate", json={"input_ids": PROMPT}))
             await asyncio.to_thread(reached.wait)
         with pytest.raises(httpx.HTTPError):
@@ -803,17 +796,8 @@ async def test_open_requests_do_not_delay_the_end(make_server):
 
 
 async def test_request_of_a_disconnected_client_runs_until_aborted(make_server):
-    reached, left = threading.Event(), threading.Event()
-
-    async def wait_for_ever(request):
-        reached.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            left.set()
-        return "never"
-
-    server = make_server([wait_for_ever])
+    answer, reached, left = endless()
+    server = make_server([answer])
     async with server.serve() as base_url:
         async with httpx.AsyncClient(base_url=base_url) as client:
             task = asyncio.create_task(client.post("/generate", json={"input_ids": PROMPT, "rid": "left"}))
@@ -827,14 +811,13 @@ async def test_request_of_a_disconnected_client_runs_until_aborted(make_server):
             assert (server.running, server.aborted) == ([], ["left"])
 
 
-def test_import_loads_neither_transformers_nor_aiohttp():
-    # Importing the library itself may load what it needs; this module must add neither of the two.
+def test_imports_load_neither_transformers_nor_aiohttp_nor_torch():
     script = (
-        "import strands_sglang, sys; before = set(sys.modules); import strands_sglang.testing; "
-        "print(sorted(name for name in set(sys.modules) - before if name in ('transformers', 'aiohttp', 'torch')))"
+        "import strands_sglang.client, strands_sglang.testing, sys; "
+        "print([name for name in ('transformers', 'aiohttp', 'torch') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert result.stdout == "[]\n"
 
 
 FAULTS = {
@@ -861,27 +844,20 @@ def connected(request):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_fault_is_an_error_of_its_kind(chatml_tokenizer, connected, fault):
+async def test_a_fault_is_an_error_of_its_kind_and_a_retry_gets_the_next_answer(make_server, connected, fault):
     scripted, kind = FAULTS[fault]
-    async with connected(ScriptedSGLang(chatml_tokenizer, [scripted]), max_retries=0) as client:
+    server = make_server([scripted, scripted, "fine"])
+    async with connected(server, max_retries=0) as client:
         with pytest.raises(kind):
             await client.generate([1, 2, 3], {})
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-async def test_after_a_fault_the_retry_gets_the_next_answer(chatml_tokenizer, connected, fault):
-    server = ScriptedSGLang(chatml_tokenizer, [FAULTS[fault][0], "fine"])
     async with connected(server, max_retries=2) as client:
-        response = await client.generate([1, 2, 3], {})
-    assert response["text"] == "fine"
-    assert len(server.requests) == 2
+        assert (await client.generate([1, 2, 3], {}))["text"] == "fine"
+    assert len(server.requests) == 3
     assert server.running == []
 
 
-async def test_abort_ends_the_wait_for_a_late_answer(chatml_tokenizer):
-    server = ScriptedSGLang(
-        chatml_tokenizer, [ScriptedAnswer("late", latency_s=60.0), ScriptedAnswer("soon", latency_s=0.01)]
-    )
+async def test_abort_ends_the_wait_for_a_late_answer(make_server):
+    server = make_server([ScriptedAnswer("late", latency_s=60.0), ScriptedAnswer("soon", latency_s=0.01)])
     async with server.client() as client:
         waiting = asyncio.ensure_future(client.generate([1, 2, 3], {}))
         while not server.running:
@@ -900,9 +876,9 @@ def test_meaningless_faults_are_rejected():
         ScriptedFault(status=200)
 
 
-async def test_a_scripted_response_is_sent_exactly(chatml_tokenizer, connected):
+async def test_a_scripted_response_is_sent_exactly(make_server, connected):
     teapot = ScriptedResponse(418, b"I'm a teapot", {"x-kind": "teapot"})
-    server = ScriptedSGLang(chatml_tokenizer, [teapot, ScriptedResponse(503, headers={"retry-after": "0"}), "fine"])
+    server = make_server([teapot, ScriptedResponse(503, headers={"retry-after": "0"}), "fine"])
     async with connected(server, max_retries=1) as client:
         with pytest.raises(SGLangHTTPError, match="HTTP 418: I'm a teapot"):
             await client.generate([1, 2, 3], {})
@@ -912,8 +888,8 @@ async def test_a_scripted_response_is_sent_exactly(chatml_tokenizer, connected):
     assert server.running == []
 
 
-async def test_a_response_can_break_anywhere_in_its_body(chatml_tokenizer, connected):
-    server = ScriptedSGLang(chatml_tokenizer, [ScriptedResponse(200, b"{}", broken_after=1)])
+async def test_a_response_can_break_anywhere_in_its_body(make_server, connected):
+    server = make_server([ScriptedResponse(200, b"{}", broken_after=1)])
     async with connected(server, max_retries=0) as client:
         with pytest.raises(SGLangConnectionError):
             await client.generate([1], {})
@@ -922,8 +898,8 @@ async def test_a_response_can_break_anywhere_in_its_body(chatml_tokenizer, conne
             ScriptedResponse(200, b"{}", broken_after=broken_after)
 
 
-async def test_an_override_replaces_an_endpoint_until_removed(chatml_tokenizer, connected):
-    server = ScriptedSGLang(chatml_tokenizer, ["fine"])
+async def test_an_override_replaces_an_endpoint_until_removed(make_server, connected):
+    server = make_server(["fine"])
     server.overrides["/health"] = ScriptedResponse(503)
     server.overrides["/generate"] = ScriptedResponse(500)
     async with connected(server, max_retries=0) as client:
@@ -936,8 +912,8 @@ async def test_an_override_replaces_an_endpoint_until_removed(chatml_tokenizer, 
         assert (await client.generate([1], {}))["text"] == "fine"
 
 
-async def test_an_override_of_the_wrong_kind_is_named(chatml_tokenizer, connected):
-    server = ScriptedSGLang(chatml_tokenizer, [])
+async def test_an_override_of_the_wrong_kind_is_named(make_server, connected):
+    server = make_server([])
     server.overrides["/generate"] = ScriptedFault(status=503)
     async with connected(server, max_retries=9) as client:
         with pytest.raises(SGLangHTTPError, match="override of /generate is ScriptedFault.*not a ScriptedResponse"):
@@ -945,8 +921,8 @@ async def test_an_override_of_the_wrong_kind_is_named(chatml_tokenizer, connecte
     assert len(server.calls) == 1
 
 
-async def test_all_calls_are_logged_in_order(chatml_tokenizer, connected):
-    server = ScriptedSGLang(chatml_tokenizer, ["fine"])
+async def test_all_calls_are_logged_in_order(make_server, connected):
+    server = make_server(["fine"])
     async with connected(server) as client:
         await client.generate([1], {})
         await client.tokenize("hi")
