@@ -192,7 +192,7 @@ class Rollouts:
         self.tools, self.ran = make_tools()
         client = {"max_retries": 0, **settings.pop("client_settings", {}), "transport": self.server.transport()}
         settings["client_settings"] = client
-        if "agent_factory" not in settings:
+        if not settings.keys() & {"agent_factory", "episode"}:
             settings = {"tools": self.tools, "system_prompt": "Be brief.", **settings}
         self.generate = slime.make_generate(generate_state=lambda args: self.state, **settings)
 
