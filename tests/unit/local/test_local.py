@@ -212,7 +212,10 @@ def test_every_requirement_is_pinned_to_one_version(file):
     assert all(line.count("==") == 1 for line in lines)
 
 
-@pytest.mark.skipif(platform.system() != "Linux", reason="the installer refuses other systems")
+installs = pytest.mark.skipif(platform.system() != "Linux", reason="the installer refuses other systems")
+
+
+@installs
 def test_sglang_is_installed_with_and_without_dependencies(fake_python):
     lines = []
     python = local.ensure_sglang(lines.append)
@@ -224,7 +227,7 @@ def test_sglang_is_installed_with_and_without_dependencies(fake_python):
     assert len(fake_python.read_text().splitlines()) == 2
 
 
-@pytest.mark.skipif(platform.system() != "Linux", reason="the installer refuses other systems")
+@installs
 def test_environment_without_its_python_is_installed_again(fake_python):
     python = local.ensure_sglang(lambda line: None)
     python.unlink()
@@ -232,7 +235,7 @@ def test_environment_without_its_python_is_installed_again(fake_python):
     assert len(fake_python.read_text().splitlines()) == 4
 
 
-@pytest.mark.skipif(platform.system() != "Linux", reason="the installer refuses other systems")
+@installs
 def test_failed_installation_shows_pips_output_and_is_retried(fake_python):
     fails = fake_python.with_name("pip.log.fails")
     fails.touch()
@@ -359,11 +362,15 @@ def read_pids(pipe):
     return [int(word) for word in read_line(pipe).split()]
 
 
+@pytest.fixture
+def guarded(tmp_path):
+    """Starts a command under guard."""
+    return lambda *command: GuardedProcess(command, env=clean_environment(), log_path=tmp_path / "log")
+
+
 @on_linux
-def test_stop_ends_children_that_ignore_sigterm(tmp_path, pids_pipe):
-    process = GuardedProcess(
-        [sys.executable, "-c", FAMILY, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
-    )
+def test_stop_ends_children_that_ignore_sigterm(guarded, pids_pipe):
+    process = guarded(sys.executable, "-c", FAMILY, pids_pipe)
     pids = read_pids(pids_pipe)
     assert len(pids) == 2
     assert process.exit_code is None
@@ -373,10 +380,8 @@ def test_stop_ends_children_that_ignore_sigterm(tmp_path, pids_pipe):
 
 
 @on_linux
-def test_children_do_not_outlive_a_command_that_is_killed(tmp_path, pids_pipe):
-    process = GuardedProcess(
-        [sys.executable, "-c", FAMILY, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
-    )
+def test_children_do_not_outlive_a_command_that_is_killed(guarded, pids_pipe):
+    process = guarded(sys.executable, "-c", FAMILY, pids_pipe)
     server, child = read_pids(pids_pipe)
     os.kill(server, signal.SIGKILL)
     assert process.wait(30) == 128 + signal.SIGKILL
@@ -385,10 +390,8 @@ def test_children_do_not_outlive_a_command_that_is_killed(tmp_path, pids_pipe):
 
 
 @on_linux
-def test_stop_ends_the_group_after_its_guard_was_killed(tmp_path, pids_pipe):
-    process = GuardedProcess(
-        [sys.executable, "-c", FAMILY, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
-    )
+def test_stop_ends_the_group_after_its_guard_was_killed(guarded, pids_pipe):
+    process = guarded(sys.executable, "-c", FAMILY, pids_pipe)
     pids = read_pids(pids_pipe)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(30) == -signal.SIGKILL
@@ -414,11 +417,9 @@ sys.stdin.read()
 
 
 @on_linux
-def test_temporary_files_are_removed_with_the_command(tmp_path, pids_pipe):
+def test_temporary_files_are_removed_with_the_command(guarded, pids_pipe):
     program = "import sys, tempfile; open(sys.argv[1], 'w').write(tempfile.mkstemp()[1])"
-    process = GuardedProcess(
-        [sys.executable, "-c", program, pids_pipe], env=clean_environment(), log_path=tmp_path / "log"
-    )
+    process = guarded(sys.executable, "-c", program, pids_pipe)
     left_over = Path(read_line(pids_pipe))
     assert process.wait(30) == 0
     assert not left_over.exists()
@@ -427,10 +428,10 @@ def test_temporary_files_are_removed_with_the_command(tmp_path, pids_pipe):
 
 
 @on_linux
-def test_missing_command_exits_with_127_and_a_log_line(tmp_path, monkeypatch):
+def test_missing_command_exits_with_127_and_a_log_line(guarded, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    process = GuardedProcess([tmp_path / "absent"], env=clean_environment(), log_path=tmp_path / "log")
+    process = guarded(tmp_path / "absent")
     assert process.wait(30) == 127
     assert "absent" in (tmp_path / "log").read_text()
     process.stop()
