@@ -501,7 +501,7 @@ def test_healthy_server_is_returned_and_stopped(python, model, tmp_path, monkeyp
         assert "loading weights" in server.log_path.read_text()
         assert server.exit_code is None
     assert server.base_url in lines[-1]
-    assert "  ... 0 s" in lines
+    assert any(re.fullmatch(r"  \.\.\. \d+ s", line) for line in lines)  # rarely 0 on a busy machine
     assert all(has_ended(pid) for pid in pids(tmp_path))
     assert not server.log_path.exists()
 
