@@ -479,10 +479,11 @@ async def test_absent_server_is_given_up_after_a_while():
         await client.generate([1])
 
 
-async def test_server_that_answered_before_gets_all_retries():
-    network = network_of(one=scripted())
+@pytest.mark.parametrize("is_healthy", [True, False])
+async def test_server_that_answered_before_gets_all_retries(is_healthy):
+    network = network_of(one=scripted(**({} if is_healthy else {"/health": ScriptedResponse(503)})))
     client = client_in(network, "one", max_retries=7, unreachable_after=0.0)
-    await client.generate([1])
+    assert await client.health() is is_healthy
     plug(network, one=None)
     with pytest.raises(SGLangConnectionError, match="8 attempts") as caught:
         await client.generate([1])
@@ -749,23 +750,10 @@ async def test_abort_sends_the_request_id_and_never_raises():
 
 
 async def test_caller_can_abort_by_its_own_id():
-    aborted = {}
-
-    async def respond(request):
-        rid = json.loads(request.content)["rid"]
-        if request.url.path == "/abort_request":
-            aborted[rid].set()
-            return httpx.Response(200)
-        aborted[rid] = asyncio.Event()
-        if len(aborted) == 2:
-            arrived.set()
-        await aborted[rid].wait()
-        return httpx.Response(200, json=generation([7], rid=rid, finish="abort"))
-
-    arrived = asyncio.Event()
-    client = through(respond)
+    server = scripted(until_aborted(PARTIAL))
+    client = client_to(server)
     mine, other = (asyncio.create_task(client.generate([1], rid=rid)) for rid in ("turn", "turner"))
-    await arrived.wait()
+    await arrival(server, 2)
     await client.abort("turn")
     assert (await mine)["meta_info"]["id"].startswith("turn-")
     assert not other.done()
@@ -1252,43 +1240,18 @@ async def test_answer_just_after_a_limit_still_counts(limit):
 
 
 async def test_longest_partial_answer_is_passed_on_once():
-    lengths = [3, 1]
-
-    async def respond(request):
-        if request.url.path == "/abort_request":
-            events[json.loads(request.content)["rid"]].set()
-            return httpx.Response(200)
-        rid = json.loads(request.content)["rid"]
-        events[rid] = asyncio.Event()
-        length = lengths[len(events) - 1]
-        advance(60)
-        await events[rid].wait()
-        return httpx.Response(200, json=generation([5] * length, rid=rid, finish="abort"))
-
-    events = {}
-    partial = []
-    client = through(respond, timeout=60, retry_delay=0.0)
+    parts = [ScriptedAnswer(token_ids=[5] * length, finish_reason="abort") for length in (3, 1)]
+    server, partial = scripted(*(until_aborted(part, after=60) for part in parts)), []
     with pytest.raises(SGLangConnectionError, match="no response in time"):
-        await client.generate([1], on_partial=partial.append)
-    assert len(events) == 2
+        await client_to(server, timeout=60).generate([1], on_partial=partial.append)
+    assert len(server.requests) == 2
     assert [len(answer["output_ids"]) for answer in partial] == [3]
 
 
 async def test_answered_call_passes_on_no_partial_answer():
-    aborted, partial = asyncio.Event(), []
-
-    async def respond(request):
-        if request.url.path == "/abort_request":
-            aborted.set()
-            return httpx.Response(200)
-        if aborted.is_set():
-            return httpx.Response(200, json=generation())
-        advance(60)
-        await aborted.wait()
-        return httpx.Response(200, json=generation([5], finish="abort"))
-
-    client = through(respond, timeout=60, retry_delay=0.0)
-    assert await client.generate([1], on_partial=partial.append) == generation()
+    server, partial = scripted(until_aborted(PARTIAL, after=60), OK), []
+    answer = await client_to(server, timeout=60).generate([1], on_partial=partial.append)
+    assert answer == server.responses[1].body
     assert partial == []
 
 
@@ -1622,15 +1585,6 @@ async def test_abort_is_sent_to_the_server_of_the_request():
     await asyncio.gather(*tasks, return_exceptions=True)
     for server in (one, two):
         assert {request.rid for request in server.requests} == set(aborts(server))
-
-
-async def test_an_unhealthy_server_has_answered_and_is_waited_for():
-    network = network_of(one=scripted(**{"/health": ScriptedResponse(503)}))
-    client = client_in(network, "one", max_retries=3, unreachable_after=0.0)
-    assert await client.health() is False
-    plug(network, one=None)
-    with pytest.raises(SGLangConnectionError, match="4 attempts"):
-        await client.generate([1])
 
 
 async def test_health_counts_the_servers():

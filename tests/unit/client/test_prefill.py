@@ -38,9 +38,10 @@ async def answer(request):
     return "Fine."
 
 
-async def ask(client, question, **config):
+async def ask(client, question, *, on_request=None, **config):
     """Make one call with a model of its own; return the model."""
     model = SGLangModel(tokenizer=TOKENIZER, client=client, **config)
+    model.on_request = on_request
     async for _ in model.stream([user(question)]):
         pass
     return model
@@ -289,11 +290,8 @@ async def test_a_trainer_that_has_stopped_sends_nothing():
 
     async with warm() as (server, client):
         before = len(server.requests)
-        model = SGLangModel(tokenizer=TOKENIZER, client=client)
-        model.on_request = refuse_all
         with pytest.raises(RuntimeError):
-            async for _ in model.stream([user(text("question"))]):
-                pass
+            await ask(client, text("question"), on_request=refuse_all)
         assert len(server.requests) == before
 
 
@@ -310,15 +308,10 @@ async def test_a_trainer_that_stops_prevents_calls_that_wait():
         stopped = True
         raise httpx.ReadError("aborted", request=request)
 
-    async def call(client):
-        model = SGLangModel(tokenizer=TOKENIZER, client=client)
-        model.on_request = on_request
-        async for _ in model.stream([user(text("question"))]):
-            pass
-
     server = ScriptedSGLang(TOKENIZER, answer)
     async with server.client(transport=Primes(server, stop)) as client:
-        await asyncio.gather(*(call(client) for _ in range(GROUP)), return_exceptions=True)
+        calls = (ask(client, text("question"), on_request=on_request) for _ in range(GROUP))
+        await asyncio.gather(*calls, return_exceptions=True)
     assert len(server.requests) == 1
 
 

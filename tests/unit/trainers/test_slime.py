@@ -592,11 +592,8 @@ async def test_partial_rollout_continues_from_its_tokens(replayed, mask_off_poli
 async def test_limits_and_the_budget_count_over_all_parts():
     params = slime_sampling_params(max_new_tokens=230)
     rollouts = Rollouts([], max_tool_iters=3)
-    answers = [CALL, CALL, rollouts.aborts_with(CUT), ScriptedAnswer(LONG_TEXT)]
-    rollouts.answers.extend(answers)
-    left = await rollouts(params=params, **PARTIAL)
-    rollouts.state.aborted = False
-    done = await rollouts.checked(in_storage(left), params=params, **PARTIAL)
+    _, done = await two_parts(rollouts, [CALL, CALL, rollouts.aborts_with(CUT), LONG_TEXT], params=params)
+    checked(done, rollouts)
     assert (done.status.name, done.response_length) == ("TRUNCATED", 230)
 
     rollouts = Rollouts([], max_tool_iters=4)
