@@ -48,6 +48,7 @@ from strands_sglang.exceptions import (
 from strands_sglang.local.server import free_port
 from strands_sglang.protocol.wire import EncodedIds
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedResponse
+from support import garbage
 from support.agents import advance, build_chatml_tokenizer, idle_for
 from support.servers import (
     OK,
@@ -1933,13 +1934,15 @@ def test_client_works_in_several_threads_at_once(threaded_server):
     assert answers == [generation()] * 40
 
 
+small_heap = garbage.small_heap  # a fixture
+
+
 @pytest.fixture
-def unwarned(caplog):
+def unwarned(small_heap, caplog):
     """A block after which nothing is left that warns when it is collected, and nothing was logged."""
 
     @contextlib.contextmanager
     def check():
-        gc.collect()  # what earlier tests left
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield
@@ -1971,7 +1974,7 @@ def test_unclosed_client_leaves_no_warnings(threaded_server, unwarned):
         asyncio.run(use_and_lose())
 
 
-def test_connections_of_a_closed_loop_are_dropped(threaded_server, caplog):
+def test_connections_of_a_closed_loop_are_dropped(threaded_server, small_heap, caplog):
     client = SGLangClient(threaded_server, max_retries=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -2144,7 +2147,7 @@ def test_equal_servers_give_the_same_client_in_any_spelling():
     assert get_client("http://a:1") is not both
 
 
-async def test_a_client_that_is_dropped_unclosed_closes_its_connections():
+async def test_a_client_that_is_dropped_unclosed_closes_its_connections(small_heap):
     closed = asyncio.Event()
 
     class Transport(httpx.AsyncBaseTransport):

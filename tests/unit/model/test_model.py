@@ -62,6 +62,7 @@ from strands_sglang.testing import (
     bodies,
 )
 from strands_sglang.tool_parsers import HermesToolParser, ToolParser, ToolParseResult
+from support import garbage
 from support.agents import (
     CHATML_TEMPLATE,
     Gate,
@@ -191,6 +192,7 @@ async def test_usage_names_prompt_output_and_cached_tokens(rollout):
     assert usage["outputTokens"] == sum(outputs)
     assert usage["totalTokens"] == sum(prompts) + sum(outputs)
     assert usage["cacheReadInputTokens"] == sum(request.cached_tokens for request in server.requests) > 0
+    assert "logprob_start_len" not in server.requests[0].body  # a scored prompt is computed again
 
 
 async def test_prompt_logprobs_are_recorded_when_asked_for(rollout):
@@ -1469,7 +1471,10 @@ async def test_hook_reports_survive_a_file_and_a_copy(rollout):
         assert statuses(kept) == ["final"]
 
 
-async def test_hooks_keep_nothing_alive(rollout):
+small_heap = garbage.small_heap  # a fixture
+
+
+async def test_hooks_keep_nothing_alive(rollout, small_heap):
     _, model = rollout(numbered)
     with model.episode() as trajectory:
         agent = listened(model)
