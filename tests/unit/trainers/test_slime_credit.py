@@ -23,6 +23,19 @@ ARGS = slime_args(advantage_estimator="grpo", rewards_normalization=True, grpo_s
 folder, reference, episodes = conftest.folder, conftest.reference, conftest.episodes  # fixtures
 
 
+@pytest.fixture(scope="module")
+def model(folder, reference):
+    """The model that slime trains, in float32."""
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def on_paper(reference, episodes):
+    """The gradient of all episodes on paper, by how it is normalized."""
+    rows = training_rows(episodes)
+    return {normalizer: paper.gradient(reference, rows, normalizer) for normalizer in ("episode_mean", "token_mean")}
+
+
 @pytest.fixture
 def samples(episodes, chatml_tokenizer):
     """The samples of all episodes, as slime has them after a rollout."""
@@ -59,26 +72,26 @@ def reduced(losses, masks, rollouts, per_token):
     )
 
 
-def gradient_of(folder, samples, rewards, *, per_token=False, returns=advantages, reduce=reduced):
-    """The gradient of slime's clipped policy loss, in float32."""
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def gradient_of(model, samples, rewards, *, per_token=False):
+    """The gradient of slime's clipped policy loss."""
+    model.zero_grad()
     masks = [torch.tensor(sample.loss_mask, dtype=torch.float32) for sample in samples]
     losses = []
-    for sample, advantage in zip(samples, returns(rewards, [len(mask) for mask in masks]), strict=True):
+    for sample, advantage in zip(samples, advantages(rewards, [len(mask) for mask in masks]), strict=True):
         logprobs = paper.logprobs_of(model, sample.tokens)[-sample.response_length :]
         ratio = torch.exp(logprobs - torch.tensor(sample.rollout_log_probs))
         losses.append(torch.maximum(-ratio * advantage, -ratio.clamp(1 - paper.CLIP, 1 + paper.CLIP) * advantage))
     rollouts = [sample.rollout_id for sample in samples]
     count = sum(mask.sum() for mask in masks) if per_token else len(set(rollouts))  # global_batch_size counts rollouts
-    (reduce(losses, masks, rollouts, per_token) / count).backward()
+    (reduced(losses, masks, rollouts, per_token) / count).backward()
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
 @pytest.mark.parametrize(("per_token", "normalizer"), [(False, "episode_mean"), (True, "token_mean")])
-def test_slimes_formulas_have_the_gradient_on_paper(folder, reference, episodes, samples, per_token, normalizer):
+def test_slimes_formulas_have_the_gradient_on_paper(model, on_paper, samples, per_token, normalizer):
     _, rewards = grpo_rewards_by_group(ARGS, samples)
-    expected = paper.gradient(reference, training_rows(episodes), normalizer)
-    assert paper.relative_error(gradient_of(folder, samples, rewards, per_token=per_token), expected) < TOLERANCE
+    found = gradient_of(model, samples, rewards, per_token=per_token)
+    assert paper.relative_error(found, on_paper[normalizer]) < TOLERANCE
 
 
 def divided(samples, rewards):
@@ -121,14 +134,13 @@ def last_untrained(samples, rewards):
 
 
 @pytest.mark.parametrize("fault", [divided, trained_twice, over_rows, shifted, last_untrained])
-def test_planted_faults_change_slimes_gradient(folder, reference, episodes, samples, fault):
+def test_planted_faults_change_slimes_gradient(model, on_paper, samples, fault):
     _, rewards = grpo_rewards_by_group(ARGS, samples)
-    expected = paper.gradient(reference, training_rows(episodes), "episode_mean")
-    found = gradient_of(folder, samples, fault(samples, rewards))
-    assert paper.relative_error(found, expected) > 100 * TOLERANCE
+    found = gradient_of(model, samples, fault(samples, rewards))
+    assert paper.relative_error(found, on_paper["episode_mean"]) > 100 * TOLERANCE
 
 
-def test_a_rollout_without_reward_leaves_slimes_baseline(folder, reference, episodes, chatml_tokenizer):
+def test_a_rollout_without_reward_leaves_slimes_baseline(model, reference, episodes, chatml_tokenizer):
     kept = [replace(episodes[0], reward=None), *episodes[1:]]
     samples = samples_of(kept, chatml_tokenizer)
     _, rewards = grpo_rewards_by_group(ARGS, samples)
@@ -137,5 +149,5 @@ def test_a_rollout_without_reward_leaves_slimes_baseline(folder, reference, epis
     trained = [one for one, _ in zip(samples, rewards, strict=True) if not one.remove_sample]
     own = [reward for sample, reward in zip(samples, rewards, strict=True) if not sample.remove_sample]
     expected = paper.gradient(reference, training_rows(kept), "episode_mean")
-    assert paper.relative_error(gradient_of(folder, trained, own), expected) < TOLERANCE
+    assert paper.relative_error(gradient_of(model, trained, own), expected) < TOLERANCE
     assert {reward for sample, reward in zip(samples, rewards, strict=True) if sample.remove_sample} == {0.0}
