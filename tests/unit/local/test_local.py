@@ -455,7 +455,7 @@ def test_quiet_command_shows_its_output_only_on_failure(capfd):
 def test_long_waits_report_their_seconds(monkeypatch):
     monkeypatch.setattr("strands_sglang.local.process.HEARTBEAT", 0.05)
     lines = []
-    run_quietly([sys.executable, "-c", "import time; time.sleep(0.5)"], "working", progress=lines.append)
+    run_quietly([sys.executable, "-c", "import time; time.sleep(0.2)"], "working", progress=lines.append)
     assert lines[0] == "working"
     assert re.fullmatch(r"  \.\.\. \d+ s", lines[1])
 

@@ -489,12 +489,6 @@ async def test_request_that_is_not_emulated_is_rejected(make_server, extra):
     assert response.status_code == 501
 
 
-async def test_rejected_request_uses_up_no_answer(make_server):
-    server = make_server(["first"])
-    await refused(server, input_ids=[])
-    assert (await generate(server))["text"] == "first"
-
-
 # --- log ---
 
 
