@@ -97,6 +97,16 @@ async def asked(model, question, tools=None):
     return await make_agent(model, tools).invoke_async(question)
 
 
+def sent(server):
+    """The prompts that a server received."""
+    return [request.input_ids for request in server.requests]
+
+
+def sampled(server, index):
+    """The ids that it returned for one of them."""
+    return server.responses[index].body["output_ids"]
+
+
 def altering(server, alter):
     """A client of a server that changes the decoded body of each answer in place."""
 
@@ -165,8 +175,8 @@ async def test_tokens_that_do_not_survive_decoding_are_kept(rollout, chatml_toke
     server, model = rollout([ScriptedAnswer(token_ids=odd), "Right."])
     agent = make_agent(model)
     await ask(agent, "Say 17.", "Again.")
-    prompt = server.requests[1].input_ids
-    start = len(server.requests[0].input_ids)
+    prompt = sent(server)[1]
+    start = len(sent(server)[0])
     assert prompt[start : start + 2] == odd
     assert_exact(server, model)
 
@@ -202,17 +212,14 @@ async def test_prompt_logprobs_are_recorded_when_asked_for(rollout):
     tm = model.token_manager
     assert tm.logprobs[0] is None
     assert all(isinstance(logprob, float) and logprob < 0 for logprob in tm.logprobs[1:])
-    assert (
-        server.requests[1].body["logprob_start_len"]
-        == len(server.requests[0].input_ids) + len(server.responses[0].body["output_ids"]) - 1
-    )
+    assert server.requests[1].body["logprob_start_len"] == len(sent(server)[0]) + len(sampled(server, 0)) - 1
 
 
 async def test_without_logprobs_everything_else_is_recorded(rollout):
     server, model = rollout(["x"], return_logprob=False)
     await asked(model, "a")
     tm = model.token_manager
-    assert tm.segments[1].token_ids == server.responses[0].body["output_ids"]
+    assert tm.segments[1].token_ids == sampled(server, 0)
     assert set(tm.logprobs) == {None}
 
 
@@ -307,7 +314,7 @@ async def test_the_parser_knows_that_a_turn_was_cut(rollout):
     model.tool_parser = Watching()
     with pytest.raises(MaxTokensReachedException):
         await asked(model, "go")
-    assert seen == [(True, server.responses[0].body["output_ids"])]
+    assert seen == [(True, sampled(server, 0))]
 
 
 @pytest.mark.parametrize(
@@ -413,7 +420,7 @@ async def test_a_parser_that_raises_loses_no_tokens(rollout, chatml_tokenizer):
     model = model_on(server.client(), tool_parser=Broken())
     with pytest.raises(ZeroDivisionError):
         await asked(model, "go")
-    assert model.token_manager.segments[1].token_ids == server.responses[0].body["output_ids"]
+    assert model.token_manager.segments[1].token_ids == sampled(server, 0)
 
 
 # --- ends ---
@@ -453,7 +460,7 @@ async def test_retrying_a_failed_call_duplicates_nothing(rollout):
         with pytest.raises(Exception, match="501"):
             await agent.invoke_async("go" if not agent.messages else None)
     assert statuses(model.trajectory) == ["answered", "failed"]
-    assert sum(model.token_manager.loss_mask) == len(server.responses[0].body["output_ids"])
+    assert sum(model.token_manager.loss_mask) == len(sampled(server, 0))
 
 
 async def test_a_stop_string_is_cut_from_text_and_kept_in_tokens(rollout, chatml_tokenizer):
@@ -479,14 +486,14 @@ async def test_a_turn_with_another_stop_token_forks_before_it(rollout, chatml_to
     assert "forks inside call 0: the model stopped with '<|endoftext|>'" in reasons[1]
     assert reasons[2] == "extends call 1 with 1 new message(s)"
 
-    opening = server.requests[0].input_ids
+    opening = sent(server)[0]
     outputs = [response.body["output_ids"] for response in server.responses]
     assert outputs[0][-1] == other
-    assert server.requests[1].input_ids[: len(opening) + len(outputs[0])] == [*opening, *outputs[0][:-1], end]
+    assert sent(server)[1][: len(opening) + len(outputs[0])] == [*opening, *outputs[0][:-1], end]
     first, second = model.trajectory.sequences()
     assert first.token_ids == opening + outputs[0]
     assert first.loss_mask == [0] * len(opening) + [1] * len(outputs[0])
-    assert second.token_ids == server.requests[2].input_ids + outputs[2]
+    assert second.token_ids == sent(server)[2] + outputs[2]
     assert sum(second.loss_mask) == len(outputs[1]) + len(outputs[2])
     assert sum(model.token_manager.loss_mask) == sum(map(len, outputs)) - 1
 
@@ -526,7 +533,7 @@ async def test_template_policy_starts_a_sequence_per_user_message(rollout):
     assert "Hidden thought" in server.requests[2].text  # the tool result comes inside the turn
     assert "rewrites earlier turns after a user message" in model.trajectory.turns[1].reason
     first, second = model.trajectory.sequences()
-    assert second.token_ids == server.requests[2].input_ids + server.responses[2].body["output_ids"]
+    assert second.token_ids == sent(server)[2] + sampled(server, 2)
     assert sum(first.loss_mask) + sum(second.loss_mask) == sum(
         len(response.body["output_ids"]) for response in server.responses
     )
@@ -621,7 +628,7 @@ async def test_an_answer_that_breaks_the_parser_is_a_cut_turn(rollout):
         await asked(model, "go")
     (turn,) = model.trajectory.turns
     assert turn.status is TurnStatus.CUT
-    assert turn.output_ids.tolist() == server.responses[0].body["output_ids"]
+    assert turn.output_ids.tolist() == sampled(server, 0)
 
 
 async def test_a_template_without_calls_refuses_them_in_history(rollout):
@@ -859,8 +866,8 @@ async def test_a_forced_call_is_constrained_and_never_trained(rollout):
     await stream(model, history)
     assert "structural_tag" not in server.requests[1].sampling_params
     (sequence,) = model.trajectory.sequences()
-    assert sequence.token_ids == server.requests[1].input_ids + server.responses[1].body["output_ids"]
-    assert sum(sequence.loss_mask) == len(server.responses[1].body["output_ids"])
+    assert sequence.token_ids == sent(server)[1] + sampled(server, 1)
+    assert sum(sequence.loss_mask) == len(sampled(server, 1))
     assert model.token_manager.token_ids == sequence.token_ids
 
 
@@ -890,7 +897,7 @@ async def test_a_format_without_a_grammar_is_unforced_with_a_warning(rollout):
 async def test_a_prompt_needs_room_for_one_token(rollout):
     server, model = rollout(["ok", "ok"])
     await asked(model, "a")
-    length = len(server.requests[0].input_ids)
+    length = len(sent(server)[0])
     model.update_config(max_context_tokens=length + 1)
     with pytest.raises(MaxTokensReachedException):
         await asked(model, "a")
@@ -1061,7 +1068,7 @@ async def test_a_sampled_id_that_no_text_has_is_sent_back(chatml_tokenizer):
     model = model_on(server.client())
     agent = make_agent(model)
     await ask(agent, "a", "b")
-    assert padding in server.requests[1].input_ids
+    assert padding in sent(server)[1]
 
 
 async def test_prompt_logprobs_that_do_not_come_back_are_an_error(chatml_tokenizer):
@@ -1559,14 +1566,6 @@ def resuming(chatml_tokenizer):
     return make
 
 
-def sent(server):
-    return [request.input_ids for request in server.requests]
-
-
-def sampled(server, index):
-    return server.responses[index].body["output_ids"]
-
-
 def assert_cut(model, output_ids):
     """Require that a model's only turn was cut after these tokens."""
     (turn,) = model.trajectory.turns
@@ -1939,7 +1938,7 @@ async def test_a_cancelled_task_leaves_a_cut_turn_with_its_tokens(rollout):
     [turn] = model.trajectory.turns
     assert turn.status is TurnStatus.CUT
     assert isinstance(turn.cause, asyncio.CancelledError)
-    assert list(turn.output_ids) == server.responses[0].body["output_ids"] != []
+    assert list(turn.output_ids) == sampled(server, 0) != []
     assert len(turn.generation.logprobs) == len(turn.output_ids)
     assert server.running == []
     [sequence] = model.trajectory.sequences()
@@ -1961,7 +1960,7 @@ async def test_the_same_call_after_a_cancelled_one_starts_over(rollout):
     await cancelled_task(model, gate)
     await asked(model, "go")
     cut, answered = model.trajectory.turns
-    assert server.requests[0].input_ids == server.requests[1].input_ids
+    assert sent(server)[0] == sent(server)[1]
     assert (cut.status, answered.status) == (TurnStatus.CUT, TurnStatus.ANSWERED)
 
 
@@ -1979,7 +1978,7 @@ async def test_agent_cancel_aborts_the_request(rollout):
     assert turn.parent is first
     assert turn.status is TurnStatus.CUT
     assert isinstance(turn.cause, SGLangCancelledError)
-    assert list(turn.output_ids) == server.responses[1].body["output_ids"] != []
+    assert list(turn.output_ids) == sampled(server, 1) != []
     assert termination_reason(result, trajectory=model.trajectory) is TerminationReason.CANCELLED
 
 
