@@ -1,8 +1,8 @@
 """Calls that begin alike share a prefill: what the server computes, and what happens when something goes wrong."""
 
 import asyncio
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import count
 
@@ -375,14 +375,8 @@ def test_loops_in_threads_share_a_client():
     server = ScriptedSGLang(TOKENIZER, answer)
     client = server.client()
 
-    def run():
-        asyncio.run(ask_all(client, [text("question")] * GROUP))
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda _: asyncio.run(ask_all(client, [text("question")] * GROUP)), range(3)))
     assert sum(not request.is_prefill for request in server.requests) == 3 * GROUP
 
 

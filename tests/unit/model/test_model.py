@@ -10,6 +10,7 @@ import pathlib
 import threading
 import weakref
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
@@ -732,22 +733,14 @@ async def test_several_sequences_to_train_are_warned_of_once(rollout, caplog):
 
 def test_one_model_serves_agents_in_several_threads(rollout):
     server, model = rollout(lambda request: "fine")
-    errors = []
 
     def run(name):
-        try:
-            agent = make_agent(model, system_prompt=name)
-            for i in range(3):
-                agent(f"{name} {i}")
-        except Exception as error:
-            errors.append(error)
+        agent = make_agent(model, system_prompt=name)
+        for i in range(3):
+            agent(f"{name} {i}")
 
-    threads = [threading.Thread(target=run, args=(f"agent {n}",)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(run, [f"agent {number}" for number in range(4)]))
     assert len(model.trajectory.sequences()) == 4
     assert sum(sum(sequence.loss_mask) for sequence in model.trajectory.sequences()) == sum(
         len(response.body["output_ids"]) for response in server.responses

@@ -70,6 +70,12 @@ from support.slime import (
     tell_top_p,
 )
 
+
+def outcome_of(sample):
+    """Why its episode ended."""
+    return sample.metadata["strands_sglang"]["outcome"]
+
+
 # --- where slime finds it ---
 
 
@@ -168,7 +174,11 @@ async def test_factory_makes_an_agent_that_the_reward_sees():
     assert "Task A." in rollouts.server.requests[0].text and f"{QUESTION}!" in rollouts.server.requests[0].text
 
 
-@pytest.mark.parametrize("score", [lambda: math.nan, lambda: 1 / 0, lambda: "good", lambda: [1.0], object])
+@pytest.mark.parametrize(
+    "score",
+    [lambda: math.nan, lambda: 1 / 0, lambda: "good", lambda: [1.0], object],
+    ids=["nan", "raises", "a text", "a list", "an object"],
+)
 async def test_a_reward_that_fails_or_is_no_finite_number_removes_the_sample(score):
     sample = await Rollouts([ANSWER], reward=lambda agent, sample: score()).checked()
     assert (sample.reward, sample.remove_sample) == (0.0, True)
@@ -192,7 +202,7 @@ async def test_budget_is_for_the_whole_response():
     used = len(second.input_ids) - len(first.input_ids)
     asked = [request.sampling_params["max_new_tokens"] for request in (first, second)]
     assert asked == [150, 150 - used]
-    assert sample.metadata["strands_sglang"]["outcome"] == "max_tokens_reached"
+    assert outcome_of(sample) == "max_tokens_reached"
 
 
 async def test_no_request_once_tool_results_used_up_the_budget():
@@ -204,7 +214,7 @@ async def test_no_request_once_tool_results_used_up_the_budget():
     rollouts = Rollouts([call("lookup", key="x")], tools=[lookup])
     sample = await rollouts.checked(params=slime_sampling_params(max_new_tokens=60))
     assert (sample.status.name, sample.loss_mask[-1]) == ("TRUNCATED", 1)
-    assert sample.metadata["strands_sglang"]["outcome"] == "token_budget_reached"
+    assert outcome_of(sample) == "token_budget_reached"
     assert sample.response_length <= 60 and not rollouts.server.refusals
 
 
@@ -221,7 +231,7 @@ async def test_helpers_do_not_use_up_the_budget():
     verdict = "It is right. " * 6
     rollouts = Rollouts([call("ask", question="x"), verdict, "Done."], agent_factory=agent_factory)
     sample = await rollouts.checked(params=slime_sampling_params(max_new_tokens=120))
-    assert (sample.status.name, sample.metadata["strands_sglang"]["outcome"]) == ("COMPLETED", "task_complete")
+    assert (sample.status.name, outcome_of(sample)) == ("COMPLETED", "task_complete")
     first, helped, last = rollouts.server.requests
     assert helped.sampling_params["max_new_tokens"] == 120
     assert last.sampling_params["max_new_tokens"] == 120 - (len(last.input_ids) - len(first.input_ids))
@@ -233,7 +243,7 @@ async def test_budget_below_min_new_tokens_is_used_up():
     params = slime_sampling_params(max_new_tokens=60, min_new_tokens=50)
     sample = await rollouts.checked(params=params)
     assert (sample.status.name, len(rollouts.server.requests)) == ("TRUNCATED", 1)
-    assert sample.metadata["strands_sglang"]["outcome"] == "token_budget_reached"
+    assert outcome_of(sample) == "token_budget_reached"
     assert not rollouts.server.refusals
 
 
@@ -250,7 +260,7 @@ async def test_a_sample_fits_what_slime_trains_on(args, evaluation, limit):
     params = slime_sampling_params(max_new_tokens=4000)
     sample = await rollouts.checked(params=params, evaluation=evaluation, **args)
     assert (sample.status.name, len(sample.tokens)) == ("TRUNCATED", limit)
-    assert sample.metadata["strands_sglang"]["outcome"] == "context_window_overflow"
+    assert outcome_of(sample) == "context_window_overflow"
 
 
 async def test_prompt_too_long_for_training_is_a_removed_sample():
@@ -285,7 +295,7 @@ async def test_shortened_history_stays_within_the_budget():
 async def test_limits_truncate(limits, outcome, calls):
     rollouts = Rollouts(lambda request: CALL, **limits)
     sample = await rollouts.checked(params=slime_sampling_params(max_new_tokens=4000))
-    assert (sample.status.name, sample.metadata["strands_sglang"]["outcome"]) == ("TRUNCATED", outcome)
+    assert (sample.status.name, outcome_of(sample)) == ("TRUNCATED", outcome)
     assert len(rollouts.server.requests) == calls
 
 
@@ -293,7 +303,7 @@ async def test_episode_that_takes_too_long_is_truncated():
     rollouts = Rollouts([CALL, ScriptedAnswer(ANSWER, latency_s=60)], timeout=1.0)
     sample = await rollouts.checked()
     assert (sample.status.name, sample.remove_sample) == ("TRUNCATED", True)
-    assert sample.metadata["strands_sglang"]["outcome"] == "timeout"
+    assert outcome_of(sample) == "timeout"
 
 
 # --- whatever is raised ---
@@ -332,7 +342,7 @@ async def test_error_in_an_episode_gives_a_removed_sample(error, fan_out):
     assert isinstance(result, list) is fan_out
     for sample in result if fan_out else [result]:
         assert sample.remove_sample and sample.reward == 0.0
-        assert sample.metadata["strands_sglang"]["outcome"] == outcome
+        assert outcome_of(sample) == outcome
 
 
 async def test_error_in_a_tool_goes_to_the_model():
@@ -605,7 +615,7 @@ async def test_limits_and_the_budget_count_over_all_parts():
     assert done.metadata["strands_sglang"]["tool_iterations"] == 4
     rollouts = Rollouts([], max_turns=3)
     _, done = await two_parts(rollouts, [CALL, rollouts.aborts_with(CUT), CALL, CALL])
-    assert done.metadata["strands_sglang"]["outcome"] == "max_turns_reached"
+    assert outcome_of(done) == "max_turns_reached"
     assert len(rollouts.server.requests) == 4  # three turns, one of them in two requests
 
 
@@ -885,7 +895,7 @@ async def test_every_outcome_gives_a_usable_sample(end, fan_out):
     assert any(sample.loss_mask) is not removed
     assert (sample.rollout_id == 3) is fan_out
     assert sample.metadata["own"] == 1
-    assert sample.metadata["strands_sglang"]["outcome"] == episode.reason.value
+    assert outcome_of(sample) == episode.reason.value
 
 
 @pytest.mark.parametrize("sampled", [True, False], ids=["something sampled", "nothing sampled"])
