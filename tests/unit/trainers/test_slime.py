@@ -898,11 +898,17 @@ async def test_every_outcome_gives_a_usable_sample(end, fan_out):
     assert outcome_of(sample) == episode.reason.value
 
 
+@pytest.fixture(scope="module")
+def played():
+    """Episodes in which something was sampled, or nothing; an export leaves them as they are."""
+    return {True: asyncio.run(play([CALL, ANSWER])), False: asyncio.run(play([]))}
+
+
 @pytest.mark.parametrize("sampled", [True, False], ids=["something sampled", "nothing sampled"])
 @pytest.mark.parametrize("abort_requested", [True, False])
 @pytest.mark.parametrize("reason", TerminationReason)
-async def test_every_reason_has_a_status_and_a_reward(reason, abort_requested, sampled, chatml_tokenizer):
-    episode = await play([CALL, ANSWER] if sampled else [])
+def test_every_reason_has_a_status_and_a_reward(reason, abort_requested, sampled, played, chatml_tokenizer):
+    episode = played[sampled]
     sample = export(episode, reason, abort_requested=abort_requested)
     aborted = OUTCOMES[reason].slime_status == "ABORTED"
     if aborted and abort_requested:
