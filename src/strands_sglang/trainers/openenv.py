@@ -217,6 +217,8 @@ class _Record:
             turn.is_auxiliary = metadata.get("auxiliary") is True
         self.calls[entry["node_id"]] = _Call(name, ids, len(output), own)
         reward = reward_in(metadata.get("reward"), f"{name}: its reward")
+        if reward is not None and own[-1].is_auxiliary:
+            raise ValueError(f"{name}: it has a reward, but as a helper's call it is not part of the rollout")
         if reward is not None:
             self.turn_rewards[own[-1].index] = reward
         self.about = metadata.get("episode") or self.about

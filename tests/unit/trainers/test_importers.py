@@ -144,6 +144,7 @@ def test_an_end_in_another_librarys_words_is_a_stop(said, kept):
         ("openenv", ("turns", 0, "metadata", "episode"), "e", "turn 0: the metadata of the episode is 'e'"),
         ("openenv", ("turns", 0, "metadata", "episode", "reward"), "1", "the reward of the episode is '1', not a num"),
         ("openenv", ("turns", 0, "metadata", "reward"), [1], r"turn 0: its reward is \[1\], not a number"),
+        ("openenv", ("turns", 0, "metadata", "auxiliary"), True, "turn 0: it has a reward, but as a helper's call"),
         (
             "openenv",
             ("turns", 0, "metadata", "agent"),
