@@ -74,7 +74,7 @@ test-trainers: $(VENV)/.installed-dev
 # Chromium comes from the system's packages.
 test-docs: docs
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { echo "installing Chromium"; apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/docs
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/docs
 
 # In an environment of its own, by the same rule as below.
 test-lowest:
