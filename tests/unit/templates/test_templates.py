@@ -18,7 +18,7 @@ import respx
 import torch
 from hypothesis import given, settings, strategies as st
 from strands import Agent, tool
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import AddedToken, PreTrainedTokenizerFast
 
@@ -131,46 +131,36 @@ def test_the_continuation_matches_the_full_render(template, kind):
     assert opening.token_ids + sampled + continuation.token_ids == whole
 
 
-def test_a_cut_turn_gets_its_missing_end_as_a_prompt_token(template):
-    new = [asked("continue")]
-    ended = continued(template, new)
-    cut = template.continuation(SampledTurn([5], None), new, None)
-    assert cut.token_ids == [end_of(template), *ended.token_ids]
+OTHER_STOP = "the model stopped with '<|endoftext|>' where the chat template writes '<|im_end|>'"
 
 
-def test_an_end_that_was_sampled_at_the_very_limit_is_not_doubled(template):
-    new = [asked("continue")]
-    cut = template.continuation(SampledTurn([5, end_of(template)], None), new, None)
-    assert cut.token_ids[0] != end_of(template)
+@pytest.mark.parametrize(
+    ("sampled_end", "is_stop", "adds_end", "why"),
+    [
+        ("<|im_end|>", True, False, None),
+        ("", False, True, None),
+        ("<|im_end|>", False, False, None),  # sampled at the very limit
+        ("</tool_call>", True, True, None),  # a stop token of the turn's own text
+        ("<|endoftext|>", True, True, OTHER_STOP),
+        ("<|endoftext|>", False, True, OTHER_STOP),
+    ],
+)
+def test_the_end_that_a_turn_lacks_is_a_prompt_token(template, sampled_end, is_stop, adds_end, why):
+    """Another stop token is the only sampled token that is dropped."""
+    sampled = [5, *template.encode(sampled_end)]
+    prompt = template.continuation(SampledTurn(sampled, sampled[-1] if is_stop else None), [asked("x")], None)
+    end = "<|im_end|>" if adds_end else ""
+    assert template.decode(prompt.token_ids) == f"{end}\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    assert (prompt.kept, prompt.why and str(prompt.why)) == (1 if why else None, why)
 
 
-def test_another_stop_token_is_the_only_token_dropped(template):
-    other = template.tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    new = [asked("x")]
-    ended = continued(template, new)
-    odd = template.continuation(SampledTurn([5, other], other), new, None)
-    assert (odd.kept, odd.token_ids) == (1, [end_of(template), *ended.token_ids])
-    assert str(odd.why) == "the model stopped with '<|endoftext|>' where the chat template writes '<|im_end|>'"
-    assert ended.kept is None
-
-
-def test_another_stop_token_at_the_limit_is_replaced(template):
-    other = template.tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    assert template.continuation(SampledTurn([5, other], None), [asked("x")], None).kept == 1
-
-
-def test_cut_off_reasoning_is_closed_as_the_template_does(template):
-    new = [asked("continue")]
-    cut = template.continuation(SampledTurn(template.encode("<think>\nI was"), None, ends_in_reasoning=True), new, None)
-    assert template.decode(cut.token_ids).startswith("\n</think>\n\n<|im_end|>\n<|im_start|>user")
-
-
-def test_the_sampled_part_of_a_turns_end_is_not_repeated(template):
-    new = [asked("continue")]
-    cut = template.continuation(
-        SampledTurn(template.encode("<think>\nI was\n"), None, ends_in_reasoning=True), new, None
-    )
-    assert template.decode(cut.token_ids).startswith("</think>\n\n<|im_end|>")
+@pytest.mark.parametrize(
+    ("sampled", "rest"), [("<think>\nI was", "\n</think>\n\n"), ("<think>\nI was\n", "</think>\n\n")]
+)
+def test_cut_off_reasoning_is_closed_as_the_template_does(template, sampled, rest):
+    turn = SampledTurn(template.encode(sampled), None, ends_in_reasoning=True)
+    cut = template.continuation(turn, [asked("continue")], None)
+    assert template.decode(cut.token_ids).startswith(f"{rest}<|im_end|>\n<|im_start|>user")
 
 
 def test_cut_reasoning_with_unknown_close_is_not_continued():
@@ -184,9 +174,8 @@ def test_a_generation_prompt_that_opens_reasoning_is_noticed(chatml_tokenizer):
     text = chatml_tokenizer.chat_template + "{% if add_generation_prompt %}<think>\n{% endif %}"
     template = templated(text)
     assert template.opening(opening_messages(), None).ends_with("<think>")
-    new = [asked("x")]
     end = end_of(template)
-    assert template.continuation(SampledTurn([end], end), new, None).ends_with("<think>")
+    assert template.continuation(SampledTurn([end], end), [asked("x")], None).ends_with("<think>")
 
 
 def test_a_closed_reasoning_block_in_the_prompt_is_not_open():
@@ -196,23 +185,20 @@ def test_a_closed_reasoning_block_in_the_prompt_is_not_open():
     assert not prompt.ends_with("<think>")
 
 
-def test_generation_prompt_arguments_do_not_change_the_identity():
-    with_thinking = templated(arguments={"enable_thinking": True})
-    without = templated(arguments={"enable_thinking": False})
-    assert with_thinking.identity == without.identity
-
-
-def test_arguments_that_change_the_history_change_the_identity(chatml_tokenizer):
-    text = "{{ greeting or '' }}" + chatml_tokenizer.chat_template
-    plain = templated(text)
-    greeted = templated(text, arguments={"greeting": "hi"})
-    assert plain.identity != greeted.identity
-
-
-def test_arguments_that_matter_only_without_a_system_prompt_change_the_identity(chatml_tokenizer):
-    text = "{% if messages[0].role != 'system' %}{{ name or 'You' }}{% endif %}" + chatml_tokenizer.chat_template
-    plain = templated(text)
-    assert plain.identity != templated(text, arguments={"name": "X"}).identity
+@pytest.mark.parametrize(
+    ("beginning", "one", "other", "is_same"),
+    [
+        ("", {"enable_thinking": True}, {"enable_thinking": False}, True),
+        ("{{ greeting or '' }}", {}, {"greeting": "hi"}, False),
+        ("{% if messages[0].role != 'system' %}{{ name or 'You' }}{% endif %}", {}, {"name": "X"}, False),
+        ("{% if a and b %}both{% endif %}", {"a": True, "b": True}, {"a": True, "b": False}, False),
+    ],
+    ids=["in the generation prompt only", "always", "without a system prompt", "only together"],
+)
+def test_arguments_that_change_the_history_change_the_identity(chatml_tokenizer, beginning, one, other, is_same):
+    text = beginning + chatml_tokenizer.chat_template
+    first, second = (templated(text, arguments=arguments).identity for arguments in (one, other))
+    assert (first == second) is is_same
 
 
 def test_content_is_given_in_parts_where_a_template_wants_parts():
@@ -224,8 +210,7 @@ def test_content_is_given_in_parts_where_a_template_wants_parts():
     template = templated(text)
     assert template.opening(opening_messages(), None).text.count("Be brief.") == 1
     history = [*opening_messages(), answered("4")]
-    new = [asked("x")]
-    prompt = continued(template, new, history=lambda: history)
+    prompt = continued(template, [asked("x")], history=lambda: history)
     assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -259,16 +244,14 @@ REFUSES_SYSTEM = (
 
 def test_a_template_without_system_messages_continues():
     template = templated(REFUSES_SYSTEM)
-    new = [asked("x")]
-    prompt = continued(template, new, has_system=False)
+    prompt = continued(template, [asked("x")], has_system=False)
     assert template.decode(prompt.token_ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_rejected_stand_in_is_unproven_not_an_error():
     template = templated(REFUSES_SYSTEM)
-    new = [asked("x")]
     with pytest.raises(UnprovenContinuationError, match="System role not supported"):
-        continued(template, new, has_system=True)
+        continued(template, [asked("x")], has_system=True)
 
 
 def test_all_calls_of_a_turn_stand_before_its_results():
@@ -292,12 +275,6 @@ def test_the_last_repetition_of_a_sentinel_counts():
     template = templated(text)
     prompt = continued(template, [asked("x")])
     assert template.decode(prompt.token_ids) == "x<|im_end|>"
-
-
-def test_a_text_stop_token_is_a_cut_and_gets_its_end(template):
-    mark = template.tokenizer.convert_tokens_to_ids("</tool_call>")
-    prompt = template.continuation(SampledTurn([5, mark], mark), [asked("x")], None)
-    assert prompt.token_ids[0] == end_of(template)
 
 
 def test_later_changes_of_a_tokenizers_template_have_no_effect(chatml_tokenizer):
@@ -359,11 +336,9 @@ def test_a_moved_system_prompt_is_not_continued_with_a_user_turn():
 
 def test_moved_tools_are_not_continued_with_a_user_turn():
     template = templated(MOVING)
-    new = [asked("x")]
     with pytest.raises(UnprovenContinuationError, match="moves the tools"):
-        continued(template, new, tools=TOOLS, has_system=False)
-    result = [RESULT]
-    assert continued(template, result, CALLS, tools=TOOLS).token_ids
+        continued(template, [asked("x")], tools=TOOLS, has_system=False)
+    assert continued(template, [RESULT], CALLS, tools=TOOLS).token_ids
 
 
 ONLY_ROLES = (  # a place for results, and none for calls
@@ -456,8 +431,7 @@ def test_a_stop_token_that_is_the_next_role_is_sent_once(glm_tokenizer):
 def test_another_role_than_the_one_that_follows_is_replaced(glm_tokenizer):
     template = ChatTemplate(glm_tokenizer, chat_template=GLM)
     user, observation = glm_tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
-    new = [RESULT]
-    prompt = template.continuation(SampledTurn([5, user], user, CALLS), new, None, has_system=False)
+    prompt = template.continuation(SampledTurn([5, user], user, CALLS), [RESULT], None, has_system=False)
     assert (prompt.kept, prompt.token_ids[0]) == (1, observation)
 
 
@@ -470,9 +444,8 @@ def test_no_message_is_skipped_where_the_family_is_not_known(glm_tokenizer):
     )
     template = ChatTemplate(glm_tokenizer, chat_template=text)
     assert template.family is None
-    new = [RESULT, asked("x")]
     with pytest.raises(UnprovenContinuationError, match="does not end the turn"):
-        template.continuation(SampledTurn([5], None, CALLS), new, None, has_system=False)
+        template.continuation(SampledTurn([5], None, CALLS), [RESULT, asked("x")], None, has_system=False)
 
 
 def test_a_sentinel_changed_by_the_template_is_replaced(chatml_tokenizer):
@@ -573,10 +546,8 @@ def test_what_follows_a_turn_may_depend_on_all_before_it(text):
     assert unproven and len(differing) > 2
 
 
-async def test_what_strands_counts_without_the_system_prompt_is_not_sent(chatml_tokenizer):
-    template = CHATML % READERS["a word in the system prompt"]
-    server = ScriptedSGLang(chatml_tokenizer, ["one", "two"])
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), chat_template=template)
+async def test_what_strands_counts_without_the_system_prompt_is_not_sent(rollout):
+    server, model = rollout(["one", "two"], chat_template=CHATML % READERS["a word in the system prompt"])
     agent = Agent(model=model, system_prompt="Be brief. /fast", callback_handler=None)
     await agent.invoke_async("first")
     counted = await model.count_tokens([*agent.messages, {"role": "user", "content": [{"text": "second"}]}])
@@ -592,23 +563,15 @@ def test_arguments_of_any_kind_are_rendered(given):
     assert json.dumps(given) in text
 
 
-def test_a_word_in_the_system_prompt_changes_the_generation_prompt_of_every_call(chatml_tokenizer):
+def test_a_word_in_the_system_prompt_changes_the_generation_prompt_of_every_call(rollout):
     template = CHATML % READERS["a word in the system prompt"]
     for system_prompt, mark in (("Be brief. /fast", "<think></think>"), ("Be brief.", "")):
-        server = ScriptedSGLang(chatml_tokenizer, ["one", "two", "three"])
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), chat_template=template)
+        server, model = rollout(["one", "two", "three"], chat_template=template)
         agent = Agent(model=model, system_prompt=system_prompt, callback_handler=None)
         for question in ("first", "second", "third"):
             agent(question)
         assert [request.text.rpartition("assistant\n")[2] for request in server.requests] == [mark] * 3
         assert len(model.trajectory.sequences()) == 1
-
-
-def test_arguments_that_matter_only_together_change_the_identity(chatml_tokenizer):
-    text = "{% if a and b %}both{% endif %}" + chatml_tokenizer.chat_template
-    both = templated(text, arguments={"a": True, "b": True})
-    one = templated(text, arguments={"a": True, "b": False})
-    assert both.identity != one.identity
 
 
 def test_a_control_token_of_the_turns_text_stays(glm_tokenizer):
@@ -618,8 +581,7 @@ def test_a_control_token_of_the_turns_text_stays(glm_tokenizer):
     )
     template = ChatTemplate(glm_tokenizer, chat_template=text, family="chatml")
     mark = glm_tokenizer.convert_tokens_to_ids("<|observation|>")
-    result = [RESULT]
-    assert template.continuation(SampledTurn([5, mark], mark, CALLS), result, None).kept is None
+    assert template.continuation(SampledTurn([5, mark], mark, CALLS), [RESULT], None).kept is None
 
 
 def test_the_family_can_be_named(glm_tokenizer):
@@ -757,7 +719,7 @@ def fetch(url: str) -> str:
     return INJECTED
 
 
-def rollout(tokenizer, answers, **config):
+def model_on(tokenizer, answers, **config):
     server = ScriptedSGLang(tokenizer, answers)
     return SGLangModel(tokenizer=tokenizer, client=server.client(), **config)
 
@@ -787,12 +749,12 @@ def tools(text):
 
 
 def test_a_tool_result_cannot_end_its_own_turn(chatml_tokenizer):
-    model = rollout(chatml_tokenizer, [CALL, "done"], escape_control_tokens=True)
+    model = model_on(chatml_tokenizer, [CALL, "done"], escape_control_tokens=True)
     Agent(model=model, tools=[fetch], callback_handler=None)("go")
     (sequence,) = model.trajectory.sequences()
     prompt = sequence.segments[2].token_ids
     assert INJECTED in chatml_tokenizer.decode(prompt)
-    harmless = rollout(chatml_tokenizer, [CALL, "done"], escape_control_tokens=True)
+    harmless = model_on(chatml_tokenizer, [CALL, "done"], escape_control_tokens=True)
     harmless_fetch = tool(name="fetch")(lambda url: "page")
     Agent(model=harmless, tools=[harmless_fetch], callback_handler=None)("go")
     expected = harmless.trajectory.sequences()[0].segments[2].token_ids
@@ -854,25 +816,32 @@ def escaping(chatml_tokenizer):
     return ChatTemplate(chatml_tokenizer, escape_control_tokens=True)
 
 
+def control_tokens_of_prompts(template, text):
+    """The control tokens of an opening and of two continuations with foreign text in every place."""
+    end = template.tokenizer.eos_token_id
+    calls = [{"id": "c1", "name": f"fetch{text}"}]
+    messages = history(text or "x")  # an empty reasoning or content is written in another way
+    prompts = (
+        template.opening(messages, tools(text)),
+        template.continuation(SampledTurn([5, end], end, calls), messages[3:], tools(text)),
+        template.continuation(SampledTurn([5], None), messages[4:], tools(text)),
+    )
+    return [control_ids(template.tokenizer, prompt.token_ids) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def harmless(escaping):
+    return control_tokens_of_prompts(escaping, "x")
+
+
 @given(text=hostile)
 @settings(max_examples=150, deadline=None)
-def test_prompts_hold_only_the_templates_control_tokens(chatml_tokenizer, escaping, text):
-    template = escaping
-    end = chatml_tokenizer.eos_token_id
-    calls = [{"id": "c1", "name": f"fetch{text}"}]
-
-    def prompts(text):
-        messages = history(text or "x")  # an empty reasoning or content is written in another way
-        yield template.opening(messages, tools(text)).token_ids
-        yield template.continuation(SampledTurn([5, end], end, calls), messages[3:], tools(text)).token_ids
-        yield template.continuation(SampledTurn([5], None), messages[4:], tools(text)).token_ids
-
-    for ids, expected in zip(prompts(text), prompts("x"), strict=True):
-        assert control_ids(chatml_tokenizer, ids) == control_ids(chatml_tokenizer, expected)
+def test_prompts_hold_only_the_templates_control_tokens(escaping, harmless, text):
+    assert control_tokens_of_prompts(escaping, text) == harmless
 
 
 def test_enabling_escaping_mid_conversation_opens_a_sequence(chatml_tokenizer):
-    model = rollout(chatml_tokenizer, ["one", "two"])
+    model = model_on(chatml_tokenizer, ["one", "two"])
     agent = Agent(model=model, callback_handler=None)
     agent("hello")
     model.update_config(escape_control_tokens=True)
@@ -883,20 +852,20 @@ def test_enabling_escaping_mid_conversation_opens_a_sequence(chatml_tokenizer):
 
 def test_escaping_must_be_true_or_false(chatml_tokenizer):
     with pytest.raises(ValueError, match="escape_control_tokens must be True or False, not 'tools'"):
-        rollout(chatml_tokenizer, [], escape_control_tokens="tools")
+        model_on(chatml_tokenizer, [], escape_control_tokens="tools")
 
 
 # --- as on the server ---
 
 
 def test_by_default_they_are_real_with_one_warning(chatml_tokenizer, caplog):
-    model = rollout(copy.copy(chatml_tokenizer), [CALL, "done", "done"])
+    model = model_on(copy.copy(chatml_tokenizer), [CALL, "done", "done"])
     agent = Agent(model=model, tools=[fetch], callback_handler=None)
     agent("go")
     agent(INJECTED)
     prompt = model.trajectory.turns[1].prompt_ids
     assert list(prompt).count(chatml_tokenizer.eos_token_id) == 3
-    Agent(model=rollout(copy.copy(chatml_tokenizer), ["ok"]), system_prompt="s", callback_handler=None)(INJECTED)
+    Agent(model=model_on(copy.copy(chatml_tokenizer), ["ok"]), system_prompt="s", callback_handler=None)(INJECTED)
     warnings = [record for record in caplog.records if "escape_control_tokens=True" in record.getMessage()]
     assert [warning.levelno for warning in warnings] == [logging.WARNING] * 2
     for warning, role in zip(warnings, ("tool", "user"), strict=True):
@@ -905,7 +874,7 @@ def test_by_default_they_are_real_with_one_warning(chatml_tokenizer, caplog):
 
 @pytest.mark.parametrize("config", [{}, {"escape_control_tokens": True}])
 def test_no_warning_where_the_text_is_harmless_or_escaped(chatml_tokenizer, caplog, config):
-    model = rollout(copy.copy(chatml_tokenizer), ["ok"], **config)
+    model = model_on(copy.copy(chatml_tokenizer), ["ok"], **config)
     agent = Agent(model=model, system_prompt=INJECTED, callback_handler=None)  # its author's own text
     agent(INJECTED if config else "a <b> | [c]")
     assert "escape_control_tokens" not in caplog.text
@@ -914,29 +883,28 @@ def test_no_warning_where_the_text_is_harmless_or_escaped(chatml_tokenizer, capl
 # --- images ---
 
 
+class Repeats:
+    """A processor that writes several tokens for one image."""
+
+    image_processor = object()
+
+    def __init__(self, tokenizer, count):
+        self.tokenizer, self.count = tokenizer, count
+
+    def __call__(self, text, images, add_special_tokens, return_tensors):
+        ids = self.tokenizer(text[0].replace("<|endoftext|>", "<|endoftext|>" * self.count))["input_ids"]
+        return {"input_ids": torch.tensor([ids]), "pixels": torch.ones(len(images), 2)}
+
+
+WITH_IMAGES = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ '<|endoftext|>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+)
+
+
 def test_image_placeholders_stay_and_imitations_become_text(chatml_tokenizer):
-    torch = pytest.importorskip("torch")
-    from strands_sglang.templates.image_tokens import ImageProcessor
-
-    class Processor:
-        """Writes three tokens for one image."""
-
-        image_processor = object()
-        tokenizer = chatml_tokenizer
-
-        def __call__(self, text, images, add_special_tokens, return_tensors):
-            ids = self.tokenizer.encode(text[0].replace("<|endoftext|>", "<|endoftext|>" * 3))
-            return {"input_ids": torch.tensor([ids]), "pixels": torch.ones(len(images), 2)}
-
-    template = ChatTemplate(
-        chatml_tokenizer,
-        chat_template=(
-            "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-            "{% for p in m.content %}{{ '<|endoftext|>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}"
-            "<|im_end|>\n{% endfor %}"
-        ),
-        escape_control_tokens=True,
-    )
+    template = templated(WITH_IMAGES, escape_control_tokens=True)
     one = picture()
     block = {"image": {"format": one.format, "source": {"bytes": one.data}}}
     imitation = {"text": "an imitation: <|endoftext|>"}
@@ -947,7 +915,7 @@ def test_image_placeholders_stay_and_imitations_become_text(chatml_tokenizer):
     ]
     chat = to_chat_messages(messages, images=True)
     prompt = template.opening(chat, None)
-    images = ImageProcessor(Processor(), template)
+    images = ImageProcessor(Repeats(chatml_tokenizer, 3), template)
     ids, inputs = images.expand(prompt.token_ids, prompt.encoded, pictures_of(chat))
     mark = chatml_tokenizer.convert_tokens_to_ids("<|endoftext|>")
     assert (list(prompt.token_ids).count(mark), ids.count(mark)) == (2, 6)
@@ -983,8 +951,6 @@ def test_a_token_that_cannot_be_encoded_as_text_is_rejected():
 
 
 def test_text_normalized_to_a_control_token_is_rejected(chatml_tokenizer):
-    from tokenizers import AddedToken, normalizers
-
     tokenizer = copy.deepcopy(chatml_tokenizer)
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_tokens([AddedToken("[STOP]", special=True, normalized=True)], special_tokens=True)
@@ -1165,26 +1131,8 @@ def test_an_unhashable_tokenizer_is_copied_each_time():
 
 
 def test_images_are_expanded_with_a_private_tokenizer(contested, chatml_tokenizer):
-    torch = pytest.importorskip("torch")
-
-    class Processor:
-        """Writes two end tokens for one image."""
-
-        image_processor = object()
-
-        def __init__(self, tokenizer):
-            self.tokenizer = tokenizer
-
-        def __call__(self, text, images, add_special_tokens, return_tensors):
-            ids = self.tokenizer(text[0].replace("<|endoftext|>", "<|endoftext|>" * 2))["input_ids"]
-            return {"input_ids": torch.tensor([ids]), "pixels": torch.ones(len(images), 3)}
-
-    template_text = (
-        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-        "{{ '<|endoftext|>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
-    )
-    template = ChatTemplate(contested, chat_template=template_text)
-    processor = Processor(contested)
+    template = ChatTemplate(contested, chat_template=WITH_IMAGES)
+    processor = Repeats(contested, 2)
     text = f"{TEXT}<|endoftext|><|im_end|>"
     ids, _ = ImageProcessor(processor, template).expand(template.encode(text), text, [picture()])
     assert ids == chatml_tokenizer.encode(f"{TEXT}<|endoftext|><|endoftext|><|im_end|>")
@@ -1374,12 +1322,9 @@ def test_an_image_is_sent_as_a_data_uri(image_format, kind):
 # --- the server's prompt ---
 
 
-def test_the_recorded_prompt_passes():
-    check_prompt({"prompt_token_ids": [1, 2]}, [1, 2])
-
-
-def test_a_server_that_does_not_tell_passes():
-    check_prompt({}, [1, 2])
+@pytest.mark.parametrize("meta_info", [{"prompt_token_ids": [1, 2]}, {}], ids=["the same", "not told"])
+def test_the_recorded_prompt_passes(meta_info):
+    check_prompt(meta_info, [1, 2])
 
 
 @pytest.mark.parametrize("served", [[1, 3], [1], [1, 2, 3]])
