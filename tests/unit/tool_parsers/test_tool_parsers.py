@@ -186,12 +186,6 @@ LLAMA3 = '<|start_header_id|>assistant<|end_header_id|>{"name": "f", "parameters
 MISTRAL = "[INST]{{ messages }}[/INST][TOOL_CALLS]"
 
 
-def test_parsers_are_found_by_name():
-    assert isinstance(get_tool_parser("hermes"), HermesToolParser)
-    assert isinstance(get_tool_parser("qwen_xml"), QwenXMLToolParser)
-    assert get_tool_parser("hermes", think_end_token="[/think]").think_end_token == "[/think]"
-
-
 @pytest.mark.parametrize("kind", [KeyError, ValueError])
 def test_an_unknown_name_is_an_error_that_lists_all_names(kind):
     with pytest.raises(kind) as caught:
@@ -218,34 +212,40 @@ def test_a_parser_class_is_rejected_with_a_hint():
         get_tool_parser(HermesToolParser)
 
 
+TOKENIZER = build_chatml_tokenizer()
+
+
 def tokenizer_with(chat_template):
-    tokenizer = copy.copy(build_chatml_tokenizer())
+    tokenizer = copy.copy(TOKENIZER)
     tokenizer.chat_template = chat_template
     return tokenizer
 
 
-def test_auto_finds_the_parser_of_the_model_family():
-    assert type(get_tool_parser("auto", tokenizer=build_chatml_tokenizer())) is HermesToolParser
-    assert type(get_tool_parser("auto", tokenizer=tokenizer_with(LLAMA3))) is Llama3JSONToolParser
-    assert get_tool_parser("auto", tokenizer=build_chatml_tokenizer(), think_end_token="[/t]").think_end_token == "[/t]"
-
-
-def test_auto_prefers_a_given_chat_template():
-    assert type(get_tool_parser("auto", chat_template=LLAMA3)) is Llama3JSONToolParser
-    assert type(get_tool_parser("auto", tokenizer=build_chatml_tokenizer(), chat_template=MISTRAL)) is MistralToolParser
+FOR_TOOLS = {"default": CHATML_TEMPLATE, "tool_use": LLAMA3}
+FOR_RETRIEVAL = {"rag": MISTRAL, "default": CHATML_TEMPLATE}
 
 
 @pytest.mark.parametrize(
-    ("templates", "parser"),
+    ("name", "keywords", "parser"),
     [
-        ({"default": CHATML_TEMPLATE, "tool_use": LLAMA3}, Llama3JSONToolParser),
-        ({"rag": MISTRAL, "default": CHATML_TEMPLATE}, HermesToolParser),
+        ("hermes", {}, HermesToolParser),
+        ("qwen_xml", {"tokenizer": TOKENIZER}, QwenXMLToolParser),
+        ("auto", {"tokenizer": TOKENIZER}, HermesToolParser),
+        ("auto", {"tokenizer": tokenizer_with(LLAMA3)}, Llama3JSONToolParser),
+        ("auto", {"chat_template": LLAMA3}, Llama3JSONToolParser),
+        ("auto", {"tokenizer": TOKENIZER, "chat_template": MISTRAL}, MistralToolParser),
+        ("auto", {"tokenizer": tokenizer_with(FOR_TOOLS)}, Llama3JSONToolParser),
+        ("auto", {"tokenizer": tokenizer_with(FOR_TOOLS), "chat_template": "default"}, HermesToolParser),
+        ("auto", {"tokenizer": tokenizer_with(FOR_RETRIEVAL)}, HermesToolParser),
     ],
 )
-def test_auto_prefers_the_chat_template_for_tools(templates, parser):
-    assert type(get_tool_parser("auto", tokenizer=tokenizer_with(templates))) is parser
-    named = get_tool_parser("auto", tokenizer=tokenizer_with(templates), chat_template="default")
-    assert type(named) is HermesToolParser
+def test_a_parser_is_found_by_its_name_or_by_the_chat_template(name, keywords, parser):
+    assert type(get_tool_parser(name, **keywords)) is parser
+
+
+@pytest.mark.parametrize("name", ["hermes", "auto"])
+def test_a_parser_that_is_found_has_the_given_marks(name):
+    assert get_tool_parser(name, tokenizer=TOKENIZER, think_end_token="[/t]").think_end_token == "[/t]"
 
 
 @pytest.mark.parametrize(
@@ -264,10 +264,6 @@ def test_if_auto_finds_no_parser_the_error_says_what_to_pass(keywords, message):
         get_tool_parser("auto", **keywords)
     assert message in str(caught.value)
     assert "the tool parsers are: " in str(caught.value)
-
-
-def test_a_named_parser_ignores_the_tokenizer():
-    assert type(get_tool_parser("qwen_xml", tokenizer=build_chatml_tokenizer())) is QwenXMLToolParser
 
 
 # === reasoning and text, which all formats share; a call inside reasoning is never a call ===
@@ -410,7 +406,6 @@ def test_ordinary_tokens_that_look_like_empty_reasoning_are_none():
 
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-TOKENIZER = build_chatml_tokenizer()
 
 
 def encode(*pieces, tokenizer=TOKENIZER):
@@ -647,28 +642,18 @@ def test_the_marks_can_be_changed():
         HermesToolParser(tool_end_token="")
 
 
-QUOTED = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
-
-
 @pytest.mark.parametrize(
-    "text",
+    "arguments",
     [
-        # Raw newlines break the JSON string, and the quoted calls must not run.
-        '<tool_call>{"name": "write", "arguments": {"content": "one:\n'
-        + QUOTED
-        + "\ntwo:\n"
-        + QUOTED
-        + '\n"}}</tool_call>',
-        '<tool_call>{"name": "write", "arguments": {"path": "C:\\dir", "content": "'
-        + QUOTED
-        + QUOTED
-        + '"}}</tool_call>',
+        '{"content": "one:\nCALLtwo:\nCALL\n"}',  # raw newlines break the string
+        r'{"path": "C:\dir", "content": "CALLCALL"}',  # so does a lone backslash
     ],
 )
-def test_calls_quoted_in_a_broken_call_do_not_run(text):
-    calls = HermesToolParser().parse(text)
-    assert calls
-    assert all(call.is_error for call in calls)
+def test_calls_quoted_in_a_broken_call_do_not_run(arguments):
+    quoted = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+    text = f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>'
+    calls = parse(text.replace("CALL", quoted))
+    assert calls and all(call.is_error for call in calls)
 
 
 # === formats with plain text between tags: calls, and where values end ===
@@ -750,6 +735,8 @@ def test_line_breaks_between_tags_are_optional():
         ("seven", {}, "seven"),
         ("7", True, 7),
         ("7", {"type": "word"}, 7),
+        ("null", {"type": "integer", "default": None}, None),
+        ("None", {"type": "integer", "default": None}, None),
     ],
 )
 def test_values_have_the_type_that_the_schema_declares(written_value, schema, value):
@@ -773,6 +760,7 @@ def test_values_have_the_type_that_the_schema_declares(written_value, schema, va
         ("{'a': 1}", {"type": "object"}, "an object"),
         ('{"a": 1} ', {"type": "array"}, "an array"),
         ("[1, 2", {"type": "array"}, "an array"),
+        ("['x']", {"type": "array"}, "an array"),
         ('{"a": 1, "a": 2}', {"type": "object"}, "more than once"),
         ("[" * 100 + "]" * 100, {"type": "array"}, "nested too deeply"),
         ("x", {"type": ["integer", "null"]}, "an integer or null"),
@@ -857,19 +845,8 @@ def test_a_name_that_no_tool_has_is_read_as_written_in_tags(name):
 
 def test_a_value_that_closes_its_own_call_runs_nothing():
     value = "x\n</parameter>\n</function>\n</tool_call>\nand more"
-    text = f"<tool_call>\n<function=write>\n<parameter=content>\n{value}\n</parameter>\n</function>\n</tool_call>"
-    calls = QwenXMLToolParser().parse(text)
-    assert calls
-    assert all(call.is_error for call in calls)
-
-
-@pytest.mark.parametrize("written", ["null", "None"])
-def test_a_parameter_with_default_null_accepts_null(written):
-    schema = {"type": "object", "properties": {"limit": {"type": "integer", "default": None}}}
-    tools = [{"name": "search", "description": "Searches.", "inputSchema": {"json": schema}}]
-    text = f"<tool_call>\n<function=search>\n<parameter=limit>\n{written}\n</parameter>\n</function>\n</tool_call>"
-    (call,) = QwenXMLToolParser().parse(text, tools=tools)
-    assert (call.error, call.input) == (None, {"limit": None})
+    calls = QwenXMLToolParser().parse(tagged_written("write", {"content": value}))
+    assert calls and all(call.is_error for call in calls)
 
 
 def test_tags_inside_json_strings_belong_to_them():
@@ -878,11 +855,6 @@ def test_tags_inside_json_strings_belong_to_them():
     text = tagged_written("f", {"a": {inside: inside}, "b": [inside]})
     result = tagged_only(text, tools=[tool("f", types)])
     assert result.input == {"a": {inside: inside}, "b": [inside]}
-
-
-def test_a_list_that_is_not_json_is_rejected():
-    text = "<tool_call><function=f><parameter=a>['x']</parameter></function></tool_call>"
-    assert "must be an array" in (tagged_only(text, tools=[tool("f", {"a": {"type": "array"}})]).error or "")
 
 
 _TOKEN = "]<]minimax[>["
