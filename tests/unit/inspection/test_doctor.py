@@ -63,16 +63,21 @@ def write_step(folder, played):
     return folder
 
 
-@pytest.fixture(scope="module")
-def healthy(chatml_tokenizer, tmp_path_factory):
-    """The folder of a training step: two groups of three episodes, with two rows each."""
-    folder = tmp_path_factory.mktemp("step") / "step-000003"
+def write_healthy(folder, tokenizer, rewards):
+    """Write a step of groups of three episodes, with two rows each."""
     played = []
-    for number, reward in enumerate((1.0, 0.0, 0.25, 0.5, 2.0, 0.75)):
-        trajectory = record(chatml_tokenizer, number, answers=2 + number % 2)
+    for number, reward in enumerate(rewards):
+        trajectory = record(tokenizer, number, answers=2 + number % 2)
         trajectory.note_end(outcome="task_complete", reward=reward)
         played.append((trajectory, reward, f"g{number // 3}"))
     return write_step(folder, played)
+
+
+@pytest.fixture(scope="module")
+def healthy(chatml_tokenizer, tmp_path_factory):
+    """The folder of a training step with two groups."""
+    folder = tmp_path_factory.mktemp("step") / "step-000003"
+    return write_healthy(folder, chatml_tokenizer, (1.0, 0.0, 0.25, 0.5, 2.0, 0.75))
 
 
 class Folder:
@@ -110,6 +115,12 @@ class Folder:
     def turn(self, facts):
         """Return the position of an answered turn."""
         return self.random.choice([n for n, turn in enumerate(facts["turns"]) if turn["answer"]])
+
+
+@pytest.fixture
+def copied(healthy, tmp_path):
+    """Copies the healthy step into a folder that faults are planted in."""
+    return lambda number=0: Folder(shutil.copytree(healthy, tmp_path / f"copy-{number}"), number)
 
 
 PLANTED = {}
@@ -309,7 +320,7 @@ def plant_normalized_over_rows(folder, tensors, facts):
     group = f"g{folder.number % 2}"
     rows = [number for number, row in enumerate(facts["rows"]) if row["group"] == group]
     # Episodes with more rows weigh more.
-    rewards = [facts["rewards"][facts["rows"][number]["episode"]] for number in rows] + [0.0] * 0
+    rewards = [facts["rewards"][facts["rows"][number]["episode"]] for number in rows]
     mean, std = np.mean(rewards), np.std(rewards, ddof=1)
     for number, reward in zip(rows, rewards, strict=True):
         start, stop = tensors["row_offsets"][number:][:2]
@@ -551,9 +562,9 @@ def test_the_template_policy_of_an_earlier_release_is_no_finding(rollout, tmp_pa
 
 
 @pytest.mark.parametrize(("plant", "kinds"), PLANTED.values(), ids=PLANTED)
-def test_a_planted_fault_is_found(healthy, tmp_path, plant, kinds):
-    for number in range(10):
-        folder = Folder(shutil.copytree(healthy, tmp_path / str(number)), number)
+def test_a_planted_fault_is_found(copied, plant, kinds):
+    for number in range(6):  # each episode once, in every way that a fault has
+        folder = copied(number)
         plant(folder)
 
         found = set(kinds_in(folder.path))
@@ -580,9 +591,9 @@ def doctor(capsys, *arguments):
     return code, told.out, told.err
 
 
-def test_the_command_tells_each_finding_in_a_line(healthy, tmp_path, capsys):
+def test_the_command_tells_each_finding_in_a_line(healthy, copied, capsys):
     assert doctor(capsys, healthy)[0] == 0
-    folder = Folder(shutil.copytree(healthy, tmp_path / "step"), 1)
+    folder = copied(1)
     plant_mask_on_prompt(folder)
 
     code, out, err = doctor(capsys, folder.path)
@@ -778,11 +789,11 @@ def broken(value, rng):
     return rng.choice([None, -1, 2**40, 1.5, float("nan"), "x", "", [], {}, True, [1, 2], {"a": 1}])
 
 
-def test_no_damage_to_a_file_is_an_exception(healthy, tmp_path):
-    shutil.copytree(healthy, tmp_path / "step")
+def test_no_damage_to_a_file_is_an_exception(chatml_tokenizer, tmp_path):
+    write_healthy(tmp_path, chatml_tokenizer, (1.0, 0.0, 0.25))
     for number in range(150):
-        folder = Folder(tmp_path / "step", number)
-        name = "rows.safetensors" if number % 2 else f"trajectories/{folder.episode}.safetensors"
+        folder = Folder(tmp_path, number)
+        name = "rows.safetensors" if number % 2 else f"trajectories/e{number % 3}.safetensors"
         before = (folder.path / name).read_bytes()
         if number % 5 == 0:
             (folder.path / name).write_bytes(before[: folder.random.randrange(len(before))])
@@ -808,8 +819,8 @@ def test_no_damage_to_a_file_is_an_exception(healthy, tmp_path):
         ("weight_versions", [["3", 0.5, 2**40]]),
     ],
 )
-def test_a_trajectory_with_a_wrong_value_is_a_finding(healthy, tmp_path, name, value):
-    folder = Folder(shutil.copytree(healthy, tmp_path / "step"), 0)
+def test_a_trajectory_with_a_wrong_value_is_a_finding(copied, name, value):
+    folder = copied()
 
     def plant(tensors, facts):
         turn = facts["turns"][1]
@@ -903,6 +914,18 @@ def test_a_run_is_read_by_its_folder(healthy, tmp_path):
     assert len(read([tmp_path / "run"])) == 2
 
 
+def sample(tokenizer, path, text, new_logprob, params):
+    """Write a trajectory of one answer, with a logprob from `new_logprob()` per token."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    answer = ScriptedAnswer(token_ids=ids, logprobs=[new_logprob() for _ in ids], finish_reason="length")
+    server = ScriptedSGLang(tokenizer, [answer])
+    params = {**params, "max_new_tokens": len(ids)}
+    model = SGLangModel(tokenizer=tokenizer, client=server.client(), sampling_params=params)
+    with contextlib.suppress(MaxTokensReachedException):
+        make_agent(model)("q")
+    model.trajectory.save(path.with_suffix(".safetensors"))
+
+
 @pytest.mark.parametrize(
     ("params", "logprob", "kinds"),
     [
@@ -915,17 +938,10 @@ def test_a_run_is_read_by_its_folder(healthy, tmp_path):
     ],
 )
 def test_siblings_that_one_seed_made_equal_are_named(chatml_tokenizer, tmp_path, params, logprob, kinds):
-    ids = chatml_tokenizer.encode("an answer that comes once and never again, word by word", add_special_tokens=False)
     for name in ("a", "b"):
         noise = random.Random(name)  # batches differ, so logprobs do in their last digits
-        logprobs = [logprob - noise.random() / 1e6 for _ in ids]
-        answers = [ScriptedAnswer(token_ids=ids, logprobs=logprobs, finish_reason="length")]
-        server = ScriptedSGLang(chatml_tokenizer, answers)
-        limit = {"max_new_tokens": len(ids)}
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), sampling_params={**params, **limit})
-        with contextlib.suppress(MaxTokensReachedException):
-            make_agent(model)("q")
-        model.trajectory.save(tmp_path / f"{name}.safetensors")
+        answer = "an answer that comes once and never again, word by word"
+        sample(chatml_tokenizer, tmp_path / name, answer, lambda: logprob - noise.random() / 1e6, params)  # noqa: B023
     found = findings(read([tmp_path]))
     assert [one.kind for one in found] == kinds
     assert all("tokens are those of episode a: " in one.why for one in found)
@@ -943,16 +959,9 @@ def test_siblings_that_one_seed_made_equal_are_named(chatml_tokenizer, tmp_path,
 )
 def test_a_policy_without_entropy_is_not_accused(chatml_tokenizer, tmp_path, params, suspicious, usual, kinds):
     """Tokens that are always certain are no fault; certain ones where no others are, are one."""
-    ids = chatml_tokenizer.encode("one and the same answer to all of it", add_special_tokens=False)
-    limit = {**params, "max_new_tokens": len(ids)}
     for number, logprob in enumerate((suspicious, usual)):
         noise = random.Random(number)
-        logprobs = [logprob * (1 + noise.random() * number) for _ in ids]
-        server = ScriptedSGLang(
-            chatml_tokenizer, [ScriptedAnswer(token_ids=ids, logprobs=logprobs, finish_reason="length")]
-        )
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), sampling_params=limit)
-        with contextlib.suppress(MaxTokensReachedException):
-            make_agent(model)("q")
-        model.trajectory.save(tmp_path / f"{number}.safetensors")
+        answer = "one and the same answer to all of it"
+        new = lambda: logprob * (1 + noise.random() * number)  # noqa: B023, E731
+        sample(chatml_tokenizer, tmp_path / f"{number}", answer, new, params)
     assert kinds_in(tmp_path) == kinds
