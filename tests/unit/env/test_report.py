@@ -31,6 +31,17 @@ def evaluated(path, results, count=3, n_samples=4, **options):
     return path
 
 
+def asked(tokenizer, path, **options):
+    """An evaluation of two tasks by a model that always says 0; returns its server."""
+    server = ScriptedSGLang(tokenizer, ["It is 0."] * 4)
+    model = SGLangModel(tokenizer=tokenizer, client=server.client())
+    evaluator = Evaluator(
+        lambda action: Environment(lambda: model, Contains()), 2, max_concurrency=1, output_path=path, **options
+    )
+    asyncio.run(evaluator.run(tasks(2)))
+    return server
+
+
 def report_of(*paths, threshold=1.0):
     page = report_page if len(paths) == 1 else comparison_page
     return Page(page(*paths, success_threshold=threshold)).index
@@ -42,10 +53,23 @@ def told(capsys, *arguments):
     return code, capsys.readouterr().err
 
 
+def save_records(path, records):
+    path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
+
+
+def change_records(folder, change):
+    """Change each record of an evaluation; `change` gets its number too."""
+    records = lines(folder / "results.jsonl")
+    for number, record in enumerate(records):
+        change(number, record)
+    save_records(folder / "results.jsonl", records)
+
+
+LOST = step_result(None, reason="infrastructure_error")
 MIXED = [
     step_result(1.0, "4"),
     step_result(0.0, "5"),
-    step_result(None, reason="infrastructure_error"),
+    LOST,
     step_result(0.5, "4", reason="max_tokens_reached"),
     step_result(None, "7", error="a tool is broken"),
 ]
@@ -107,8 +131,7 @@ def test_a_task_is_named_by_how_often_it_is_solved(tmp_path):
 
 
 def test_a_task_with_dropped_samples_says_how_many(tmp_path):
-    lost = step_result(None, reason="infrastructure_error")
-    played = [step_result(1.0), lost, lost, *[step_result(1.0)] * 3]
+    played = [step_result(1.0), LOST, LOST, *[step_result(1.0)] * 3]
     evaluated(tmp_path / "a", played, count=2, n_samples=3, max_concurrency=1)
     report = report_of(tmp_path / "a")["report"]
     dropped = [task["facts"][report["facts"].index("Dropped")] for task in report["tasks"]]
@@ -117,20 +140,16 @@ def test_a_task_with_dropped_samples_says_how_many(tmp_path):
 
 
 def test_a_value_if_dropped_samples_failed_names_its_prompts_where_they_are_others(tmp_path):
-    lost = step_result(None, reason="infrastructure_error")
-    evaluated(tmp_path, [*[step_result(1.0)] * 3, lost, lost, lost], count=3, n_samples=2, max_concurrency=1)
+    evaluated(tmp_path, [*[step_result(1.0)] * 3, LOST, LOST, LOST], count=3, n_samples=2, max_concurrency=1)
     rows = {row[0]: row[3:] for row in report_of(tmp_path)["report"]["tables"][0]["rows"]}
     assert rows["pass@1"] == ["2", "0.500, 3 prompts"] and rows["pass@2"] == ["1", "0.667, 3 prompts"]
-    evaluated(tmp_path / "b", [step_result(1.0), lost], count=1, n_samples=2, max_concurrency=1)
+    evaluated(tmp_path / "b", [step_result(1.0), LOST], count=1, n_samples=2, max_concurrency=1)
     [[*_, told], *_] = report_of(tmp_path / "b")["report"]["tables"][0]["rows"]
     assert told == "0.500"
 
 
 def test_costs_are_those_of_the_tokens_that_servers_counted(chatml_tokenizer, tmp_path, capsys):
-    server = ScriptedSGLang(chatml_tokenizer, ["It is 0."] * 4)
-    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
-    factory = lambda action: Environment(lambda: model, Contains())  # noqa: E731
-    asyncio.run(Evaluator(factory, 2, max_concurrency=1, output_path=tmp_path).run(tasks(2)))
+    server = asked(chatml_tokenizer, tmp_path)
     assert main(["report", str(tmp_path), "--prices", "3, 1, 10", "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)
     turns = [json.loads(record)["observation"]["metrics"] for record in open(tmp_path / "results.jsonl")]
@@ -150,11 +169,8 @@ def test_costs_are_those_of_the_tokens_that_servers_counted(chatml_tokenizer, tm
 def test_plots_are_svg_without_scripts_styles_and_addresses(tmp_path):
     played = [step_result(reward) for reward in np.linspace(-1, 1, 16)]
     evaluated(tmp_path, played, count=4)
-    records = lines(tmp_path / "results.jsonl")
-    for number, record in enumerate(records):
-        record["seconds"] = float(number)  # measured, all may be equal
-    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-    (tmp_path / "results.jsonl").write_text(text)
+    # Measured seconds may all be equal.
+    change_records(tmp_path, lambda number, record: record.update(seconds=float(number)))
     report = report_of(tmp_path)["report"]
     plots = [*report["plots"], *filter(None, report["metrics"].values())]
     assert {"Rewards", "Seconds", "pass@k with 95 % intervals"} <= {plot["title"] for plot in plots}
@@ -169,11 +185,8 @@ def test_plots_are_svg_without_scripts_styles_and_addresses(tmp_path):
 
 def test_bars_are_as_far_apart_as_their_values(tmp_path):
     evaluated(tmp_path, [step_result(1.0)], 1, 10)
-    records = lines(tmp_path / "results.jsonl")
-    for record, count in zip(records, (10, 11, 12, 13, 50, 51, 52, 53, 91, 124), strict=True):
-        record["observation"]["metrics"]["sampled_tokens"] = count
-    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-    (tmp_path / "results.jsonl").write_text(text)
+    sampled = (10, 11, 12, 13, 50, 51, 52, 53, 91, 124)
+    change_records(tmp_path, lambda n, record: record["observation"]["metrics"].update(sampled_tokens=sampled[n]))
     [plot] = [plot for plot in report_of(tmp_path)["report"]["plots"] if plot["title"] == "Sampled tokens"]
     counts = "0: 4, 20: 0, 40: 4, 60: 0, 80: 1, 100: 0, 120: 1"
     assert plot["says"] == f"Number of samples, each bar from its label to 20 more. {counts}"
@@ -187,8 +200,7 @@ def test_rewards_of_0_and_1_are_labels_and_no_ranges(tmp_path):
 
 
 def test_a_curve_has_the_same_prompts_at_each_k(tmp_path):
-    lost = step_result(None, reason="infrastructure_error")
-    played = [step_result(1.0)] * 4 + [step_result(0.0), step_result(0.0), lost, lost]
+    played = [step_result(1.0)] * 4 + [step_result(0.0), step_result(0.0), LOST, LOST]
     evaluated(tmp_path, played, 2, 4, max_concurrency=1)
     plot = report_of(tmp_path)["report"]["metrics"]["pass@1"]
     assert plot["says"] == "pass@1: 0.500, pass@2: 0.500"  # and not pass@4: 1.000, of one prompt
@@ -227,7 +239,7 @@ def test_a_conversation_begins_with_its_system_prompt_and_history(tmp_path):
     [record] = lines(tmp_path / "results.jsonl")
     record["environment"] = {"system_prompt": "Be brief."}
     record["task_context"]["conversation_history"] = [{"role": "user", "content": "Hi."}]
-    (tmp_path / "results.jsonl").write_text(json.dumps(record, separators=(",", ":")) + "\n")
+    save_records(tmp_path / "results.jsonl", [record])
     page = Page(report_page(tmp_path, success_threshold=1.0))
     said = [part[:3] for part in page.body(0)["said"]]
     assert said[:2] == [["system", "text", "Be brief."], ["user", "text", "Hi."]]
@@ -317,18 +329,15 @@ def test_a_run_without_any_sample_has_a_page(tmp_path):
 
 
 def test_metrics_without_any_value_are_left_out(tmp_path):
-    report = report_of(evaluated(tmp_path, [step_result(None, reason="infrastructure_error")]))["report"]
+    report = report_of(evaluated(tmp_path, [LOST]))["report"]
     assert report["metrics"] == {}
     assert {row[1] for row in report["tables"][0]["rows"]} == {"-"}
 
 
 def test_values_that_are_no_numbers_are_left_out(tmp_path):
     evaluated(tmp_path, [step_result(1.0)])
-    records = lines(tmp_path / "results.jsonl")
-    for record, value in zip(records, itertools.cycle(["many", None, True, [1], "</script>"]), strict=False):
-        record["observation"]["metrics"]["sampled_tokens"] = value
-    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-    (tmp_path / "results.jsonl").write_text(text)
+    values = itertools.cycle(["many", None, True, [1], "</script>"])
+    change_records(tmp_path, lambda _, record: record["observation"]["metrics"].update(sampled_tokens=next(values)))
     report = report_of(tmp_path)["report"]
     assert "Sampled tokens" not in {plot["title"] for plot in report["plots"]}
     assert {task["facts"][report["facts"].index("Tokens")] for task in report["tasks"]} == {None}
@@ -341,7 +350,7 @@ def test_records_of_earlier_releases_have_a_page(tmp_path):
         for record in records:
             for later in ("ended_at", "environment", "is_errored", "reward_error"):
                 del record[later]
-        (tmp_path / name).write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in records))
+        save_records(tmp_path / name, records)
     assert len(report_of(tmp_path)["episodes"]) == 12
 
 
@@ -352,13 +361,7 @@ def test_without_trajectories_conversations_are_shown(tmp_path):
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_tokens_are_in_the_page_if_it_has_room(fits, chatml_tokenizer, tmp_path, monkeypatch):
-    async def evaluate():
-        server = ScriptedSGLang(chatml_tokenizer, ["It is 0."] * 4)
-        model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client())
-        factory = lambda action: Environment(lambda: model, Contains())  # noqa: E731
-        await Evaluator(factory, 2, max_concurrency=1, output_path=tmp_path, keep_trajectories=True).run(tasks(2))
-
-    asyncio.run(evaluate())
+    asked(chatml_tokenizer, tmp_path, keep_trajectories=True)
     if not fits:
         monkeypatch.setattr("strands_sglang.viewer.page.MOST_TOKENS", 10)
     page = Page(report_page(tmp_path, success_threshold=1.0))
@@ -422,7 +425,7 @@ def test_calls_that_were_not_kept_are_counted_from_the_record(tmp_path):
         ({}, "turns and tokens"),
     ):
         record["observation"]["metrics"] = metrics
-        (tmp_path / "results.jsonl").write_text(json.dumps(record, separators=(",", ":")) + "\n")
+        save_records(tmp_path / "results.jsonl", [record])
         [episode] = report_of(tmp_path)["episodes"]
         assert (episode["turns"], episode["tokens"]) == (None, None)
         assert episode["unkept"] == f"{counts} (not kept: evaluate with --keep-trajectories)"
