@@ -59,6 +59,10 @@ def context(tmp_path):
     return write
 
 
+async def build_on(base, context, **options):
+    return await build_image(context, images={"base": base}, network="none", **options)
+
+
 async def output_of(image, command, **options):
     async with World(image) as world:
         return (await world.execute(command, **options)).output
@@ -155,7 +159,7 @@ async def test_a_dockerfile_does_what_it_does_in_docker(base, context):
         """,
         **{"app.py": "print()", "src__a": "a", "src__.hidden": "h", "secret": "s", ".dockerignore": "secret\n"},
     )
-    image = await build_image(made, images={"base": base}, args={"VERSION": "2"}, network="none")
+    image = await build_on(base, made, args={"VERSION": "2"})
     command = """cat greeting /here /exec /copied/file; echo "$LITERAL|$OLD|$PATH"; ls -A /task /all /copied .;
         stat -c '%u %g %a' /task/other.py /task/app.py; ls /usr/bin/app.py; ls -l /copied/link"""
     output = await output_of(image, command)
@@ -180,7 +184,7 @@ async def test_instructions_run_as_their_user(base, context):
         COPY --chown=agent Dockerfile /mine
         """
     )
-    image = await build_image(made, images={"base": base}, network="none")
+    image = await build_on(base, made)
     assert await output_of(image, "cat ~/id; id -u; stat -c %u /mine") == "1000\n1000\n1000\n"
 
 
@@ -208,14 +212,14 @@ async def test_folders_links_and_arguments_are_as_in_docker(base, context):
     )
     os.link(made / "a", made / "0")  # is left out, so `a` may not be a link to it
     os.link(made / "a", made / "b")
-    image = await build_image(made, images={"base": base}, network="none", args={"GIVEN": ""})
+    image = await build_on(base, made, args={"GIVEN": ""})
     output = await output_of(image, "cat /copied /real /arguments /twice/a /twice/b /over; stat -c '%u %n' /made /new")
     assert output == f"real\nreal\n[]\naaa0 /made\n{5 if IS_ROOT else 0} /new\n"
 
 
 async def test_much_output_is_fine(base, context):
     made = context("FROM base\nCOPY text /\nRUN for i in 1 2 3; do cat /text; done\n", text="x" * 1_000_000)
-    assert await build_image(made, images={"base": base}, network="none")
+    assert await build_on(base, made)
 
 
 async def test_a_file_that_changes_while_it_is_copied_is_an_error(base, context, monkeypatch):
@@ -223,19 +227,19 @@ async def test_a_file_that_changes_while_it_is_copied_is_an_error(base, context,
     with monkeypatch.context() as patch:
         patch.setattr("strands_env.sandbox.images.pack", lambda *given: [(made / "a").write_text("b"), pack(*given)])
         with pytest.raises(ImageError, match="line 2: COPY a /: a file changed while it was copied"):
-            await build_image(made, images={"base": base}, network="none")
-    assert await output_of(await build_image(made, images={"base": base}, network="none"), "cat /a") == "b"
+            await build_on(base, made)
+    assert await output_of(await build_on(base, made), "cat /a") == "b"
 
 
 async def test_a_fork_of_the_process_does_not_keep_others_from_a_layer(base, context):
     made = context("FROM base\nRUN sleep 0.5; exit 1\n")
-    building = asyncio.create_task(build_image(made, images={"base": base}, network="none"))
+    building = asyncio.create_task(build_on(base, made))
     await asyncio.sleep(0.3)
     child = os.fork()
     if child == 0:
         signal.pause()
     try:
-        for build in (building, build_image(made, images={"base": base}, network="none")):
+        for build in (building, build_on(base, made)):
             with pytest.raises(ImageError, match="exit code 1"):
                 await asyncio.wait_for(build, 10)
     finally:
@@ -249,7 +253,7 @@ async def test_what_was_built_is_kept_until_a_file_or_an_instruction_changes(bas
     async def build(**files):
         ran.clear()
         made = context(text, **files)
-        await build_image(made, images={"base": base}, network="none", on_output=lambda _, data: ran.append(data))
+        await build_on(base, made, on_output=lambda _, data: ran.append(data))
         return b"".join(ran).split()
 
     text = "FROM base\nRUN echo 1\nCOPY data /\nRUN echo 2\n"
@@ -265,10 +269,7 @@ async def test_what_was_built_is_kept_until_a_file_or_an_instruction_changes(bas
 async def test_builds_at_the_same_time_make_a_layer_once(base, context):
     made = context("FROM base\nRUN echo once\n")
     ran = []
-    builds = [
-        build_image(made, images={"base": base}, network="none", on_output=lambda _, data: ran.append(data))
-        for _ in range(5)
-    ]
+    builds = [build_on(base, made, on_output=lambda _, data: ran.append(data)) for _ in range(5)]
     first, *others = await asyncio.gather(*builds)
     assert ran == [b"once\n"]
     assert all([layer.name for layer in each.layers] == [layer.name for layer in first.layers] for each in others)
@@ -301,7 +302,7 @@ async def test_what_is_not_supported_is_refused_before_anything_runs(base, conte
     ran = []
     made = context(dockerfile.replace("RAN", "FROM base\nRUN echo ran"))
     with pytest.raises(ImageError, match=why):
-        await build_image(made, images={"base": base}, network="none", on_output=lambda *piece: ran.append(piece))
+        await build_on(base, made, on_output=lambda *piece: ran.append(piece))
     assert not ran
 
 
@@ -331,13 +332,13 @@ async def test_a_build_that_fails_says_where_and_why(base, context, tmp_path, do
         pytest.skip("an ordinary user's worlds have one user")
     limits = replace(IMAGE_LIMITS, wall_s=0.5 if "sleep" in dockerfile else 30.0)
     with pytest.raises(ImageError, match=f"(?s)Dockerfile: .*({why})"):
-        await build_image(made, images={"base": base}, network="none", limits=limits)
+        await build_on(base, made, limits=limits)
 
 
 async def test_a_dockerfile_may_be_elsewhere_and_must_exist(base, context, tmp_path):
     made = context("FROM scratch")
     (tmp_path / "Other").write_text("FROM base\nCOPY Dockerfile /copied")
-    image = await build_image(made, dockerfile=tmp_path / "Other", images={"base": base}, network="none")
+    image = await build_on(base, made, dockerfile=tmp_path / "Other")
     assert await output_of(image, "cat /copied") == "FROM scratch"
     with pytest.raises(ImageError, match="No such file"):
         await build_image(tmp_path, network="none")
@@ -350,7 +351,7 @@ async def test_a_context_does_not_lead_to_files_outside(base, context, tmp_path,
     (made / name).unlink(missing_ok=True)
     (made / name).symlink_to(tmp_path / "outside")
     with pytest.raises(ImageError, match="leads out of the context$"):
-        await build_image(made, images={"base": base}, network="none")
+        await build_on(base, made)
 
 
 # --- layouts ---

@@ -391,11 +391,11 @@ async def test_client_needs_only_the_public_methods(factory):
 
 
 async def test_long_result_is_truncated_with_a_note(factory):
-    answers = [call("write", length=8_000_000), call("write", length=5), "done"]
+    answers = [call("write", length=1_000_000), call("write", length=5), "done"]
     environment = MCPEnvironment(factory(*answers), clients=mcp_client, max_result_chars=1_000)
     result = await environment.step(task())
     (_, long), (_, short) = tool_results(result)
-    assert long == "x" * 1_000 + "[the result was cut: its first 1000 of 8000000 characters are above]"
+    assert long == "x" * 1_000 + "[the result was cut: its first 1000 of 1000000 characters are above]"
     assert short.startswith("xxxxx") and "cut" not in short
     assert len(str(result.observation.messages)) < 10_000  # nor anywhere else
     with pytest.raises(ValueError, match="max_result_chars"):
