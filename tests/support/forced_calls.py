@@ -1,5 +1,6 @@
 """Forced calls: tools, a check of their calls, and texts that their grammars match."""
 
+import functools
 import json
 import os
 import re
@@ -76,7 +77,12 @@ def texts_of(element):
 
     It follows the documentation of the elements, and covers those that forced calls consist of.
     """
-    match element:
+    return _texts_of(json.dumps(element))
+
+
+@functools.lru_cache(maxsize=1000)  # of one test, whose examples all draw from it
+def _texts_of(element):
+    match element := json.loads(element):
         case {"type": "const_string", "value": value}:
             return st.just(value)
         case {"type": "sequence", "elements": elements}:
