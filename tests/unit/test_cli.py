@@ -193,11 +193,11 @@ def test_help_names_the_subcommands(capsys):
     assert "serve" in capsys.readouterr().out
 
 
-TOKENIZER = Path(__file__).parent.parent / "fixtures" / "0.5.0" / "tokenizer"
+EPISODE = Path(__file__).parent.parent / "fixtures" / "0.5.0" / "trajectories" / "tool_loop.safetensors"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
-@pytest.mark.parametrize("arguments", [["check", TOKENIZER], ["--help"]])
+@pytest.mark.parametrize("arguments", [["show", EPISODE], ["--help"]])
 def test_unread_or_unwritable_output_gives_no_traceback(arguments):
     """`| head`, and a full disk."""
     command = [sys.executable, "-m", "strands_sglang.cli", *map(str, arguments)]
