@@ -54,7 +54,7 @@ test-property: $(VENV)/.installed-dev
 # The first line fetches what is not there yet; npm has to be installed for it.
 test-families: $(VENV)/.installed-dev
 	@$(BIN)/python tests/support/families/fetch.py
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/families
+	$(BIN)/python -m pytest -n 2 tests/families
 
 # The first line installs SGLang and makes the models if they are not there: minutes that no test should be charged for.
 # Each worker starts the servers that its files need: no two of them share one. The longest come first (conftest.py).
