@@ -11,7 +11,6 @@ from strands.hooks import (
     AfterInvocationEvent,
     AfterModelCallEvent,
     BeforeInvocationEvent,
-    HookProvider,
     MessageAddedEvent,
 )
 from strands.types.exceptions import ContextWindowOverflowException, EventLoopException
@@ -37,16 +36,15 @@ from strands_sglang.tool_limiter import (
     ToolIterationLimiter,
     limit_cause,
 )
-from support.agents import ScriptedModel, advance, call, make_agent, make_tools, tool_use
+from support.agents import ScriptedModel, advance, call, make_agent, make_tools, raise_once, tool_use
 
 # --- Every row of the outcome table that an agent on a scripted server can reach ---
 
 
 async def episode(model, prompt="go", **kwargs):
     """Run an agent to its end, and return its result or exception."""
-    tools, _ = make_tools()
     try:
-        return await make_agent(model, tools, **kwargs).invoke_async(prompt)
+        return await make_agent(model, make_tools()[0], **kwargs).invoke_async(prompt)
     except BaseException as error:
         return error
 
@@ -55,10 +53,24 @@ def sampled(model):
     return sum(model.token_manager.loss_mask)
 
 
-async def test_a_final_answer_completes_the_task(rollout):
-    _, model = rollout([call(expression="2 * 3"), "6"])
-    end = await episode(model)
-    assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.TASK_COMPLETE
+CALL = call(expression="2 * 3")
+LONG_QUESTION = "a question that is longer than the context of the model " * 5
+STOPS = {"stop": ["END"], "stop_regex": r"\d+"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "sampling_params", "reason"),
+    [
+        ([CALL, "6"], {}, TerminationReason.TASK_COMPLETE),
+        (["one two END three"], STOPS, TerminationReason.TASK_COMPLETE),
+        (["one 22 two"], STOPS, TerminationReason.TASK_COMPLETE),
+        ([CALL, "long " * 300], {"max_new_tokens": 100}, TerminationReason.MAX_TOKENS_REACHED),
+    ],
+    ids=["a final answer", "a stop string", "a pattern", "max_new_tokens"],
+)
+async def test_the_end_of_the_last_answer_is_the_reason(rollout, answers, sampling_params, reason):
+    _, model = rollout(answers, sampling_params=sampling_params)
+    assert termination_reason(await episode(model), trajectory=model.trajectory) is reason
 
 
 async def test_max_new_tokens_is_a_truncation(rollout):
@@ -66,12 +78,6 @@ async def test_max_new_tokens_is_a_truncation(rollout):
     end = await episode(model)
     assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.MAX_TOKENS_REACHED
     assert sampled(model) == 3
-
-
-async def test_max_new_tokens_is_found_through_the_wrappers(rollout):
-    _, model = rollout([call(expression="2 * 3"), "long " * 300], sampling_params={"max_new_tokens": 100})
-    end = await episode(model)
-    assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.MAX_TOKENS_REACHED
 
 
 async def test_a_context_without_room_for_min_new_tokens_is_full(rollout):
@@ -87,20 +93,14 @@ async def test_a_context_without_room_for_min_new_tokens_is_full(rollout):
     assert server.refusals == []
 
 
-async def test_a_first_prompt_that_does_not_fit_overflows_the_context(rollout):
-    server, model = rollout(["never"], server={"context_length": 20})
-    end = await episode(model, "a question that is longer than the context of the model " * 5)
+@pytest.mark.parametrize("configured", [{}, {"context_window_limit": 100_000}])
+async def test_a_first_prompt_that_does_not_fit_overflows_the_context(rollout, configured):
+    server, model = rollout(["never"], server={"context_length": 20}, **configured)
+    end = await episode(model, LONG_QUESTION)
     assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.CONTEXT_WINDOW_OVERFLOW
     assert server.requests == []
     assert model.token_manager.initial_prompt_length > 20
     assert sampled(model) == 0
-
-
-async def test_overflow_reported_by_the_server_counts(rollout):
-    _, model = rollout(["never"], server={"context_length": 20}, context_window_limit=100_000)
-    end = await episode(model, "a question that is longer than the context of the model " * 5)
-    assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.CONTEXT_WINDOW_OVERFLOW
-    assert model.token_manager.initial_prompt_length > 20
 
 
 async def test_an_observation_that_does_not_fit_overflows_the_context(rollout):
@@ -108,11 +108,9 @@ async def test_an_observation_that_does_not_fit_overflows_the_context(rollout):
     agent = make_agent(model)
     await agent.invoke_async("short")
     sequence = model.token_manager.token_ids
-    try:
-        end = await agent.invoke_async("a question that is longer than the context of the model " * 50)
-    except Exception as error:
-        end = error
-    assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.CONTEXT_WINDOW_OVERFLOW
+    with pytest.raises(ContextWindowOverflowException) as caught:
+        await agent.invoke_async(LONG_QUESTION * 10)
+    assert termination_reason(caught.value, trajectory=model.trajectory) is TerminationReason.CONTEXT_WINDOW_OVERFLOW
     assert model.token_manager.token_ids == sequence  # ends on sampled tokens
 
 
@@ -133,7 +131,7 @@ async def test_answer_cut_off_at_the_context_limit_overflows_it(rollout):
 )
 @pytest.mark.parametrize("on_limit", ["raise", "stop"])
 async def test_limits_end_the_loop_on_a_complete_iteration(rollout, limits, reason, on_limit):
-    _, model = rollout(lambda request: call(expression="2 * 3"))
+    _, model = rollout(lambda request: CALL)
     limiter = ToolLimiter(**limits, on_limit=on_limit)
     end = await episode(model, hooks=[limiter])
     assert isinstance(end, BaseException) is (on_limit == "raise")
@@ -141,18 +139,17 @@ async def test_limits_end_the_loop_on_a_complete_iteration(rollout, limits, reas
     assert model.token_manager.segments[-1].is_response
 
 
-async def test_the_budget_of_turns_is_a_truncation(rollout):
-    _, model = rollout(lambda request: call(expression="2 * 3"))
-    tools, _ = make_tools()
-    end = await make_agent(model, tools).invoke_async("go", limits={"turns": 2})
-    assert termination_reason(end) is TerminationReason.MAX_TURNS_REACHED
-
-
-async def test_the_budget_of_tokens_is_a_truncation(rollout):
-    _, model = rollout(lambda request: call(expression="2 * 3"))
-    tools, _ = make_tools()
-    end = await make_agent(model, tools).invoke_async("go", limits={"output_tokens": 20})
-    assert termination_reason(end) is TerminationReason.TOKEN_BUDGET_REACHED
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"turns": 2}, TerminationReason.MAX_TURNS_REACHED),
+        ({"output_tokens": 20}, TerminationReason.TOKEN_BUDGET_REACHED),
+    ],
+)
+async def test_a_budget_of_strands_is_a_truncation(rollout, limits, reason):
+    _, model = rollout(lambda request: CALL)
+    end = await make_agent(model, make_tools()[0]).invoke_async("go", limits=limits)
+    assert termination_reason(end) is reason
 
 
 async def test_a_wall_clock_limit_is_a_timeout(rollout):
@@ -171,7 +168,7 @@ async def test_a_wall_clock_limit_is_a_timeout(rollout):
 
 @pytest.mark.parametrize("partial", ["half an answ", ""])
 async def test_a_server_abort_is_neither_complete_nor_an_error(rollout, partial):
-    _, model = rollout([call(expression="2 * 3"), ScriptedAnswer(partial, finish_reason="abort")])
+    _, model = rollout([CALL, ScriptedAnswer(partial, finish_reason="abort")])
     end = await episode(model)
     assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.ABORTED
     statuses = [turn.status for turn in model.trajectory.turns]
@@ -215,7 +212,7 @@ async def test_agent_cancel_is_a_cancellation(rollout):
     ids=["500", "400", "503", "undecodable", "refused"],
 )
 async def test_an_infrastructure_failure_never_gets_a_reward(chatml_tokenizer, answer):
-    server = ScriptedSGLang(chatml_tokenizer, [call(expression="2 * 3")])
+    server = ScriptedSGLang(chatml_tokenizer, [CALL])
 
     async def fail_later(request):
         if request.url.path != "/generate" or not server.requests:
@@ -255,24 +252,13 @@ async def test_nan_in_the_model_is_an_infrastructure_failure(chatml_tokenizer, r
     assert sampled(model) == 0
 
 
-async def test_stop_strings_and_patterns_complete_the_task(rollout):
-    _, model = rollout(["one two END three", "one 22 two"], sampling_params={"stop": ["END"], "stop_regex": r"\d+"})
-    for _ in range(2):
-        end = await episode(model)
-        assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.TASK_COMPLETE
-
-
 async def test_error_in_the_agents_own_code(rollout):
-    class Bug(HookProvider):
-        def register_hooks(self, registry, **kwargs):
-            registry.add_callback(AfterModelCallEvent, self.fail)
-
-        def fail(self, event):
-            raise ZeroDivisionError("bug")
-
     _, model = rollout(["ok"])
-    end = await episode(model, hooks=[Bug()])
-    assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.AGENT_ERROR
+    agent = make_agent(model)
+    raise_once(agent, AfterModelCallEvent)
+    with pytest.raises(ZeroDivisionError) as caught:
+        await agent.invoke_async("go")
+    assert termination_reason(caught.value, trajectory=model.trajectory) is TerminationReason.AGENT_ERROR
 
 
 def test_every_reason_has_a_row_and_no_failure_has_a_reward():
@@ -358,27 +344,18 @@ async def test_limit_is_raised_once_the_last_results_are_in_history():
     assert (limiter.message_count, RAN) == (5, ["a", "b"])
 
 
-async def test_stop_ends_the_loop_without_an_error_or_made_up_text():
-    limiter = ToolLimiter(max_tool_iters=1, on_limit="stop")
-    agent = agent_with(limiter, answers=[calls("a"), "later"])
-    result = await agent.invoke_async("go")
-    assert result.stop_reason == "cancelled"
-    assert isinstance(limiter.limit_reached, MaxToolIterationsReachedError)
-    assert shape(agent) == LOOP
-    assert RAN == ["a"]
-
-
 @pytest.mark.parametrize("on_limit", ["raise", "stop"])
 async def test_the_agent_can_be_used_again_after_the_limit(on_limit):
     limiter = ToolLimiter(max_tool_iters=1, on_limit=on_limit)
-    agent = agent_with(limiter, answers=[calls("a"), "fine", calls("b"), "done"])
+    agent = agent_with(limiter, answers=[calls("a"), "fine"])
     try:
         await agent.invoke_async("go")
     except EventLoopException as error:
         assert limit_cause(error) is not None
+    assert isinstance(limiter.limit_reached, MaxToolIterationsReachedError)
     assert (await agent.invoke_async("and now?")).stop_reason == "end_turn"
+    assert limiter.limit_reached is None  # that of an earlier invocation
     limiter.reset()
-    assert limiter.limit_reached is None
     assert (limiter.tool_iter_count, limiter.tool_call_count, limiter.message_count) == (0, 0, 0)
     assert limiter.max_tool_iters == 1
 
@@ -405,10 +382,10 @@ async def test_parallel_calls_are_one_iteration_and_never_split():
 
 
 @pytest.mark.parametrize("limits", [{"max_tool_iters": 0}, {"max_tool_calls": 0}])
-async def test_a_limit_of_zero_ends_with_the_first_results(limits):
+def test_a_limit_of_zero_ends_with_the_first_results(limits):
     agent = agent_with(ToolLimiter(**limits, on_limit="stop"), answers=[calls("a"), "never sampled"])
-    assert (await agent.invoke_async("go")).stop_reason == "cancelled"
-    assert shape(agent) == LOOP
+    assert agent("go").stop_reason == "cancelled"
+    assert (shape(agent), RAN) == (LOOP, ["a"])
 
 
 async def test_an_answer_without_tool_calls_reaches_no_tool_limit():
@@ -462,15 +439,6 @@ async def test_prompt_at_the_message_limit_is_answered_with_stop():
     assert shape(agent)[-1].startswith("user:")
     assert len(agent.model.calls) == 1
     assert isinstance(limiter.limit_reached, MaxMessagesReachedError)
-
-
-async def test_earlier_limit_is_not_the_reason_of_a_later_end():
-    limiter = ToolLimiter(max_tool_iters=1, on_limit="stop")
-    agent = agent_with(limiter, answers=[calls("a"), "done"])
-    await agent.invoke_async("go")
-    assert limiter.limit_reached is not None
-    await agent.invoke_async("thanks")
-    assert limiter.limit_reached is None
 
 
 def test_error_in_a_limit_handler_is_not_the_limit():
@@ -551,24 +519,12 @@ async def test_direct_tool_calls_and_given_history_do_not_count():
 
 
 async def test_other_hooks_see_the_message_that_reaches_the_limit():
-    class Witness(HookProvider):
-        def __init__(self):
-            self.seen: list[str] = []
-
-        def register_hooks(self, registry, **kwargs):
-            registry.add_callback(MessageAddedEvent, lambda event: self.seen.append(event.message["role"]))
-
-    witness = Witness()
-    agent = agent_with(ToolLimiter(max_tool_iters=1), witness, answers=[calls("a"), "never sampled"])
+    seen = []
+    agent = agent_with(ToolLimiter(max_tool_iters=1), answers=[calls("a"), "never sampled"])
+    agent.add_hook(lambda event: seen.append(event.message["role"]), MessageAddedEvent)
     with pytest.raises(EventLoopException):
         await agent.invoke_async("go")
-    assert witness.seen == ["user", "assistant", "user"]
-
-
-def test_synchronous_agents_are_limited_too():
-    limiter = ToolLimiter(max_tool_iters=1, on_limit="stop")
-    agent = agent_with(limiter, answers=[calls("a"), "never sampled"])
-    assert agent("go").stop_reason == "cancelled"
+    assert seen == ["user", "assistant", "user"]
 
 
 async def test_aliases_limit_the_same_way():
