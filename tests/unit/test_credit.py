@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file, save_file
-from safetensors.torch import save_file as save_torch_file
+from safetensors.torch import save as save_torch
 
 from strands_env.core import Observation, RewardResult, StepResult
 from strands_sglang import TerminationReason
@@ -144,17 +144,14 @@ def test_rounding_is_no_variance():
     assert group_advantages([0.3, 0.1 + 0.2], normalize_std=True) == [0.0, 0.0]
 
 
-def test_leave_one_out_is_the_mean_of_the_others():
-    rewards = [1.0, 0.25, 3.0, -1.0]
-    expected = [reward - (sum(rewards) - reward) / 3 for reward in rewards]
-    assert group_advantages(rewards, baseline="leave_one_out") == pytest.approx(expected)
+PLAIN = [plain() for _ in range(4)]
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize_std": True}, {"baseline": "leave_one_out"}, {"discount": 0.5}])
 @given(rewards=st.lists(st.floats(), min_size=2, max_size=4), turn=st.floats())
 def test_any_rewards_give_advantages_that_float32_holds(options, rewards, turn):
     given_turn = {0: turn} if options.get("discount") else {}
-    made = [Episode(plain(), reward, "g", turn_rewards=given_turn) for reward in rewards]
+    made = [Episode(one, reward, "g", turn_rewards=given_turn) for one, reward in zip(PLAIN, rewards, strict=False)]
     rows = training_rows(made, **options)
     values = np.array([value for row in rows for value in row.advantages])
     assert np.isfinite(values.astype("float32") ** 2).all()
@@ -202,14 +199,6 @@ def test_a_shared_turn_has_one_advantage_in_all_rows():
     assert own[0] == 2.0  # the return 4 of all turns after it, less half of it
 
 
-@given(REWARDS, st.lists(st.integers(1, 5), min_size=8, max_size=8))
-@settings(max_examples=30)
-def test_a_reward_at_the_end_is_the_same_for_all_turns(rewards, lengths):
-    episodes = [Episode(plain(lengths[i]), reward, "g", str(i)) for i, reward in enumerate(rewards)]
-    rows = training_rows(episodes)
-    assert [row.advantage for row in rows] == pytest.approx(group_advantages(rewards))
-
-
 def test_a_helpers_turn_has_no_share_in_the_credit():
     def episode(reward, name, **options):
         recorder, history = Recorder(), []
@@ -247,37 +236,37 @@ def unsampled():
     return recorder.trajectory
 
 
+def named(reward, trajectory=None, group="g", **options):
+    """An episode with the id "x"."""
+    return Episode(plain() if trajectory is None else trajectory, reward, group, "x", **options)
+
+
 @pytest.mark.parametrize(
     ("episode", "reason", "in_baseline"),
     [
-        (Episode(plain(), None, "g", "x"), "no reward", False),
-        (Episode(plain(), math.nan, "g", "x"), "a reward is not finite", False),
-        (Episode(plain(), 1.0, "g", "x", turn_rewards={0: math.inf}), "a reward is not finite", False),
-        (Episode(plain(), "good", "g", "x"), "a reward is not a number", False),
-        (Episode(plain(), "1.0", "g", "x"), "a reward is not a number", False),
-        (Episode(plain(), np.array(["1.0"]), "g", "x"), "a reward is not a number", False),
-        (Episode(plain(), np.ones(2), "g", "x"), "a reward is not a number", False),
-        (Episode(plain(), torch.tensor([math.nan]), "g", "x"), "a reward is not finite", False),
-        (Episode(plain(), 10**400, "g", "x"), "a reward is not finite", False),
-        (Episode(plain(), torch.ones(2), "g", "x"), "a reward is not a number", False),
-        (Episode(plain(), 1.0, "g", "x", turn_rewards={0: None}), "a reward is not a number", False),
-        (Episode(plain(), 1e308, "g", "x", turn_rewards={0: -1e308}), "its rewards exceed 1e+18", False),
+        (named(None), "no reward", False),
+        (named(math.nan), "a reward is not finite", False),
+        (named(1.0, turn_rewards={0: math.inf}), "a reward is not finite", False),
+        (named(10**400), "a reward is not finite", False),
+        (named(torch.tensor([math.nan])), "a reward is not finite", False),
+        (named("1.0"), "a reward is not a number", False),
+        (named(np.array(["1.0"])), "a reward is not a number", False),
+        (named(np.ones(2)), "a reward is not a number", False),
+        (named(torch.ones(2)), "a reward is not a number", False),
+        (named(1.0, turn_rewards={0: None}), "a reward is not a number", False),
+        (named(1e308, turn_rewards={0: -1e308}), "its rewards exceed 1e+18", False),
+        (named(None, turn_rewards={0: 1.0}), "turn_rewards need a reward of the episode, which may be 0.0", False),
         (
-            Episode(plain(), None, "g", "x", turn_rewards={0: 1.0}),
-            "turn_rewards need a reward of the episode, which may be 0.0",
-            False,
-        ),
-        (
-            Episode(plain(), 1.0, "g", "x", outcome=TerminationReason.INFRASTRUCTURE_ERROR),
+            named(1.0, outcome=TerminationReason.INFRASTRUCTURE_ERROR),
             "the outcome infrastructure_error has no reward",
             False,
         ),
-        (Episode(plain(), 1.0, "alone", "x"), "the only episode of its group with a reward", False),
-        (Episode(unsampled(), 1.0, "g", "x"), "no trained token", True),
-        (Episode(without_logprobs(), 1.0, "g", "x"), "a trained token has no logprob", True),
-        (Episode(without_logprobs(math.nan), 1.0, "g", "x"), "a trained token has no logprob", True),
-        (Episode(without_logprobs(-math.inf), 1.0, "g", "x"), "a logprob is not finite", True),
-        (Episode(plain(9), 1.0, "g", "x"), "longer than max_tokens=30", True),
+        (named(1.0, group="alone"), "the only episode of its group with a reward", False),
+        (named(1.0, unsampled()), "no trained token", True),
+        (named(1.0, without_logprobs()), "a trained token has no logprob", True),
+        (named(1.0, without_logprobs(math.nan)), "a trained token has no logprob", True),
+        (named(1.0, without_logprobs(-math.inf)), "a logprob is not finite", True),
+        (named(1.0, plain(9)), "longer than max_tokens=30", True),
     ],
 )
 def test_what_cannot_be_trained_is_named_and_left_out(tmp_path, episode, reason, in_baseline):
@@ -384,12 +373,18 @@ def wanted_loss(normalizer, terms, rows, constant):
     return sum(total / divisors[normalizer][name] for name, total in totals.items()) / len(lengths)
 
 
-@pytest.mark.parametrize("normalizer", ["episode_mean", "token_mean", "constant"])
-@pytest.mark.parametrize("loss", losses())
-def test_weights_make_a_trainers_loss_the_wanted_one(loss, normalizer):
+@pytest.fixture(scope="module")
+def many_rows():
     longer = [Episode(plain(4), reward, "i") for reward in (0.0, 1.0, None)]
     rows = training_rows([*batch(1.0, 0.0, make=forked), *batch(0.3, 0.9, 0.1, group="h"), *longer])
     assert len(rows.left_out) == 1
+    return rows
+
+
+@pytest.mark.parametrize("normalizer", ["episode_mean", "token_mean", "constant"])
+@pytest.mark.parametrize("loss", losses())
+def test_weights_make_a_trainers_loss_the_wanted_one(many_rows, loss, normalizer):
+    rows = many_rows
     options = {"fillers": 2, "micro_batches": [[0, 3, 5], [1, 2], list(range(6, len(rows))), [4]], "max_length": 77}
     terms = [Fraction(number * number + 1, 7) for number in range(len(rows))]
     weights = rows.weights(normalizer, loss, constant=64, **options)
@@ -438,23 +433,6 @@ def test_a_step_result_is_an_episode():
         StepResult(observation=Observation(), termination_reason=TerminationReason.TIMEOUT).episode("g")
 
 
-@given(PLANS)
-@settings(max_examples=100, database=None)
-def test_each_sampled_token_of_any_history_is_trained_once(chatml_tokenizer, tmp_path_factory, plan):
-    player = Player(chatml_tokenizer, tmp_path_factory.mktemp("credit"))
-    asyncio.run(player.play(plan))
-    trajectory = player.model.trajectory
-    rows = training_rows([Episode(trajectory, 1.0, "g", "a"), *batch(0.0)])
-    own = [row for row in rows if row.episode == "a"]
-    exported = [tokens for tokens in trajectory.sequences() if any(tokens.loss_mask)]
-    assert [row.token_ids for row in own] == [tokens.token_ids for tokens in exported] or "a" in rows.left_out
-    assert sum(row.trained for row in own) in (0, sum(sum(tokens.loss_mask) for tokens in exported))
-    for row in own:
-        assert row.trained == sum(row.loss_mask) > 0 and row.episode_trained == sum(one.trained for one in own)
-        assert {value for value, mask in zip(row.advantages, row.loss_mask, strict=True) if mask} == {0.5}
-        assert not any(value for value, mask in zip(row.advantages, row.loss_mask, strict=True) if not mask)
-
-
 def facts(rows):
     """Everything that a file of rows holds, floats as they are printed: NaN equals itself."""
     own = [
@@ -466,14 +444,27 @@ def facts(rows):
 
 
 @given(PLANS, st.floats(allow_nan=False, allow_infinity=False), st.booleans())
-@settings(max_examples=60, database=None)
-def test_saved_rows_are_read_back_bit_equal(chatml_tokenizer, tmp_path_factory, plan, reward, is_trained):
+@settings(max_examples=100, database=None)
+def test_any_history_is_trained_once_and_its_saved_rows_are_bit_equal(
+    chatml_tokenizer, tmp_path_factory, plan, reward, is_trained
+):
     folder = tmp_path_factory.mktemp("rows")
     player = Player(chatml_tokenizer, folder)
     asyncio.run(player.play(plan))
+    trajectory = player.model.trajectory
+
+    rows = training_rows([Episode(trajectory, 1.0, "g", "a"), *batch(0.0)])
+    own = [row for row in rows if row.episode == "a"]
+    exported = [tokens for tokens in trajectory.sequences() if any(tokens.loss_mask)]
+    assert [row.token_ids for row in own] == [tokens.token_ids for tokens in exported] or "a" in rows.left_out
+    assert sum(row.trained for row in own) in (0, sum(sum(tokens.loss_mask) for tokens in exported))
+    for row in own:
+        assert row.trained == sum(row.loss_mask) > 0 and row.episode_trained == sum(one.trained for one in own)
+        assert row.advantages == [0.5 * mask for mask in row.loss_mask]
+
     rows = training_rows(
         [
-            Episode(player.model.trajectory, reward, ("g", 1, None), "ä"),
+            Episode(trajectory, reward, ("g", 1, None), "ä"),
             *batch(0.1, group=("g", 1, None), make=forked),
             *batch(0.1, 1 / 3, group="versions", make=lambda: versioned("3", "default", "4")),
             *batch(1.0, 1.0, group=7),
@@ -572,37 +563,28 @@ def test_changed_rows_are_only_shown(tmp_path):
     assert [(one.kind, one.file) for one in findings(read([path.parent]))] == [("changed", str(path))]
 
 
-@pytest.mark.parametrize("fault", ["torn", "foreign", "weights", "newer", "a trajectory", "mixed up", "no file"])
-def test_a_file_without_rows_is_named(tmp_path, fault):
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda content: content[:-7], "not a safetensors file, or truncated"),
+        (lambda content: b"{}", "not a safetensors file"),
+        (
+            lambda content: save_torch({"weight": torch.zeros(2, dtype=torch.bfloat16)}),
+            "not 'strands-sglang training rows'",
+        ),
+        (lambda content: content.replace(b'"version":"3"', b'"version":"9"'), "version '9', not"),
+        (lambda content: plain().to_bytes(), "'strands-sglang trajectory'"),
+        (lambda content: content.replace(b'"spans"', b'"spams"', 1), "changed since"),
+    ],
+    ids=["torn", "foreign", "weights", "newer", "a trajectory", "mixed up"],
+)
+def test_a_file_without_rows_is_named(tmp_path, change, told):
     path = tmp_path / "rows.safetensors"
-    rows = training_rows(batch(1.0, 0.0))
-    rows.save(path)
-    content = path.read_bytes()
-    message = {
-        "torn": "not a safetensors file, or truncated",
-        "foreign": "not a safetensors file",
-        "weights": "not 'strands-sglang training rows'",
-    }
-    if fault == "torn":
-        path.write_bytes(content[:-7])
-    elif fault == "foreign":
-        path.write_text("{}")
-    elif fault == "weights":
-        save_torch_file({"weight": torch.zeros(2, dtype=torch.bfloat16)}, path)
-    elif fault == "newer":
-        path.write_bytes(content.replace(b'"version":"3"', b'"version":"9"'))
-    elif fault == "a trajectory":
-        plain().save(path)
-    elif fault == "mixed up":
-        at = content.index(b'"spans"')
-        path.write_bytes(content[:at] + b'"spams"' + content[at + 7 :])
-    else:
-        path.unlink()
-        with pytest.raises(FileNotFoundError):
-            TrainingRows.load(path)
-        return
-    message |= {"newer": "version '9', not", "a trajectory": "'strands-sglang trajectory'", "mixed up": "changed since"}
-    with pytest.raises(RowsFileError, match=f"rows.safetensors: .*{message[fault]}"):
+    with pytest.raises(FileNotFoundError):
+        TrainingRows.load(path)
+    training_rows(batch(1.0, 0.0)).save(path)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(RowsFileError, match=f"rows.safetensors: .*{told}"):
         TrainingRows.load(path)
 
 

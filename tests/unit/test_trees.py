@@ -285,13 +285,6 @@ def test_the_doctor_finds_nothing_wrong_with_a_tree_but_a_token_that_two_rows_tr
     assert "trained-twice" in {found.kind for found in findings(read([tmp_path]))}
 
 
-def test_equal_answers_of_two_requests_are_two_samples():
-    first = sampled(1, 1)
-    made = episodes((first, 1.0), (sampled(1, 1, fork_of=(first, 1)), 1.0), (sampled(1, 1), 0.0))
-    rows = rows_of(made)
-    assert trained_once(rows, made) and [row.trained for row in rows] == [2, 1, 2]
-
-
 # --- where to fork ---
 
 

@@ -1,6 +1,7 @@
 import copy
 import json
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -31,7 +32,7 @@ def image(data, image_format="png"):
 
 
 def document(source, **fields):
-    return {"document": {"name": "d", **fields, "source": source}}
+    return {"document": {"name": "d", "source": source, **fields}}
 
 
 # --- chat messages ---
@@ -233,26 +234,33 @@ def test_a_text_document_is_rendered_with_its_name_and_format(file_format):
     ]
 
 
-@pytest.mark.parametrize("source", [{"text": "a\nb"}, {"content": [{"text": "a"}, {"text": "b"}]}, {"bytes": b"a\nb"}])
-def test_text_may_come_in_three_forms(source):
-    (chat,) = to_chat_messages([user(document(source, format="txt"))])
-    assert chat["content"] == '<document name="d" format="txt">\na\nb\n</document>'
+@pytest.mark.parametrize(
+    ("source", "fields", "rendered"),
+    [
+        ({"text": "a\nb"}, {"format": "txt"}, '<document name="d" format="txt">\na\nb\n</document>'),
+        (
+            {"content": [{"text": "a"}, {"text": "b"}]},
+            {"format": "txt"},
+            '<document name="d" format="txt">\na\nb\n</document>',
+        ),
+        ({"bytes": b"a\nb"}, {"format": "txt"}, '<document name="d" format="txt">\na\nb\n</document>'),
+        ({"text": "x"}, {"format": "pdf"}, '<document name="d" format="pdf">\nx\n</document>'),
+        (
+            {"text": "x"},
+            {"name": 'a" <b>', "context": "from 2024"},
+            '<document name="a&quot; &lt;b&gt;" context="from 2024">\nx\n</document>',
+        ),
+    ],
+    ids=["text", "list of texts", "bytes", "text of a binary format", "a name that would break out"],
+)
+def test_the_text_of_a_document_may_come_in_several_forms(source, fields, rendered):
+    (chat,) = to_chat_messages([user(document(source, **fields))])
+    assert chat["content"] == rendered
 
 
 def test_a_document_in_a_result_is_rendered():
     (chat,) = to_chat_messages([user(tool_result("a", {"text": "found"}, document({"text": "x"})))])
     assert chat["content"] == 'found\n<document name="d">\nx\n</document>'
-
-
-def test_its_context_is_rendered_and_names_cannot_break_out():
-    block = document({"text": "x"}, name='a" <b>', context="from 2024")
-    (chat,) = to_chat_messages([user(block)])
-    assert chat["content"] == ('<document name="a&quot; &lt;b&gt;" context="from 2024">\nx\n</document>')
-
-
-def test_text_of_a_binary_format_is_rendered():
-    (chat,) = to_chat_messages([user(document({"text": "x"}, format="pdf"))])
-    assert chat["content"] == '<document name="d" format="pdf">\nx\n</document>'
 
 
 @pytest.mark.parametrize(
@@ -331,15 +339,6 @@ def test_the_conversation_includes_what_precedes_the_messages():
     assert base.key != fingerprint({"system prompt": "s", "tools": []}, [user("x")]).key
 
 
-@given(st.lists(st.text(max_size=4), min_size=1, max_size=6), st.data())
-def test_the_chain_of_a_prefix_is_a_prefix_of_the_chain(texts, data):
-    messages = [user(text) for text in texts]
-    cut = data.draw(st.integers(0, len(messages)))
-    whole, part = fingerprint({}, messages), fingerprint({}, messages[:cut])
-    assert whole.chain[: cut + 1] == part.chain
-    assert len(set(whole.chain)) == len(whole.chain)
-
-
 VALUES = st.sampled_from(
     (
         0,
@@ -366,17 +365,13 @@ HISTORIES = st.lists(
 )
 
 
+def as_message(role, kind, value):
+    blocks = {"text": {"text": str(value)}, "cachePoint": {"cachePoint": {"type": "default"}}}
+    return {"role": role, "content": [blocks.get(kind) or tool_result("a", {"json": value})]}
+
+
 def as_messages(history):
-    contents = [
-        (
-            role,
-            {"text": str(value)} if key == "text" else {"toolResult": {"toolUseId": "a", "content": [{"json": value}]}},
-        )
-        if key != "cachePoint"
-        else (role, {"cachePoint": {"type": "default"}})
-        for role, key, value in history
-    ]
-    return [{"role": role, "content": [block]} for role, block in contents]
+    return [as_message(*entry) for entry in history]
 
 
 @given(HISTORIES, HISTORIES, st.integers(0, 6), VALUES, VALUES)
@@ -385,10 +380,8 @@ def test_a_known_beginning_gives_the_same_fingerprint(asked, added, kept, system
     for parts in ({"system prompt": system}, {"system prompt": other_system}):
         later = as_messages([*asked[:kept], *added])
         alone, continued = fingerprint(parts, later), fingerprint(parts, later, earlier)
-        assert (alone.parts, alone.digests, alone.chain, alone.roles) == (
-            *(continued.parts, continued.digests, continued.chain),
-            continued.roles,
-        )
+        assert replace(continued, exact=alone.exact) == alone
+        assert len({*alone.chain}) == len(alone.chain)
         assert fingerprint(parts, [*later, user("x")], continued) == fingerprint(parts, [*later, user("x")])
 
 
@@ -404,6 +397,9 @@ def test_a_long_addition_to_a_known_beginning_takes_linear_time():
     assert min(seconds(earlier) for _ in range(3)) < 4 * min(seconds() for _ in range(3))
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.dictionaries(st.text(), x)))
+SCALARS = st.none() | st.booleans() | st.integers() | st.text()
+
+
+@given(st.recursive(SCALARS, lambda values: st.dictionaries(st.text(), values), max_leaves=10))
 def test_any_json_has_a_digest(value):
     assert len(message_digest(user(tool_result("a", {"json": value})))) == 16
