@@ -5,6 +5,7 @@ import copy
 import threading
 import uuid
 import warnings
+from contextlib import suppress
 from itertools import cycle
 
 import pytest
@@ -14,12 +15,10 @@ from strands.agent.conversation_manager import SlidingWindowConversationManager,
 from strands.hooks import (
     AfterInvocationEvent,
     AfterModelCallEvent,
-    AfterToolCallEvent,
     AfterToolsEvent,
     BeforeInvocationEvent,
     BeforeModelCallEvent,
     BeforeToolCallEvent,
-    BeforeToolsEvent,
     MessageAddedEvent,
 )
 from strands.interventions import Deny, Guide, InterventionHandler, Proceed
@@ -40,7 +39,6 @@ from strands_sglang import (
     SGLangModel,
     TerminationReason,
     Trajectory,
-    TurnStatus,
 )
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedSGLang
 from strands_sglang.trainers.slime import to_slime_samples
@@ -60,7 +58,14 @@ from support.agents import (
 )
 from support.slime import Sample, slime_args
 
+# Earlier versions of Strands lack these, and skip the tests of them.
+with suppress(ImportError):
+    from strands.middleware import ExecuteToolStage, InvokeModelStage, ModelStopReason
+with suppress(ImportError):
+    from strands._context_manager.strategies.offload import Offload
+
 TOOLS = make_tools()[0]
+COMPUTES = call(expression="2 * 3")
 
 
 async def ask_at_length(agent, questions, sentences):
@@ -118,8 +123,6 @@ async def test_offloaded_results_and_their_retrieval_are_one_sequence(judged):
 # Row 4
 @needs_module("strands._context_manager.presets")
 async def test_results_dropped_later_open_a_sequence_with_the_marker(judged):
-    from strands._context_manager.strategies.offload import Offload
-
     judge = judged([*(call(expression=f"{i} * 7") for i in range(5)), "Done."], context_window_limit=30000)
     strategies = [Offload.drop("tool_results").when(preserve_recent=2)]
     agent = judge.agent(TOOLS, conversation_manager=None, context_manager={"strategies": strategies})
@@ -132,8 +135,6 @@ async def test_results_dropped_later_open_a_sequence_with_the_marker(judged):
 @needs_module("strands._context_manager.presets")
 @pytest.mark.parametrize("place", ["in a message of its own", "inside an own answer"])
 async def test_a_marker_of_removed_messages_is_prompt(judged, place):
-    from strands._context_manager.strategies.offload import Offload
-
     judge = judged(lambda request: f"Answer-{request.index}.", context_window_limit=3000)
     kept = 4 if place == "inside an own answer" else 3
     strategies = [Offload.drop("*").when(utilization=0.35, preserve_recent=kept)]
@@ -150,8 +151,6 @@ async def test_a_marker_of_removed_messages_is_prompt(judged, place):
 # Row 4
 @needs_module("strands._context_manager.presets")
 async def test_a_summary_inside_the_loop_is_auxiliary(judged):
-    from strands._context_manager.strategies.offload import Offload
-
     def answer(request):
         return f"Answer-{request.index}." if "Be brief." in request.text else "SUMMARY-TEXT"
 
@@ -168,7 +167,7 @@ async def test_a_summary_inside_the_loop_is_auxiliary(judged):
 
 # Row 4
 async def test_a_status_shown_for_one_call_opens_a_sequence_per_call(judged):
-    judge = judged([call(expression="2 * 3"), call(expression="6 * 7"), "Done."], context_window_limit=30000)
+    judge = judged([COMPUTES, call(expression="6 * 7"), "Done."], context_window_limit=30000)
     agent = judge.agent(TOOLS, conversation_manager=None, context_manager="agentic")
     await agent.invoke_async("Compute.")
     assert all(request.text.count("<context-status>") == 1 for request in judge.server.requests)
@@ -218,43 +217,20 @@ async def test_a_sliding_window_at_every_turn_cuts_inside_a_tool_loop(judged):
     assert len(judge.trajectory.sequences()) > 1
 
 
-# Row 1
-async def test_a_window_that_nothing_leaves_stays_one_sequence(judged):
-    judge = judged(numbered)
-    agent = judge.agent(conversation_manager=SlidingWindowConversationManager())
-    await ask(agent, 5)
-    judge.check()
-    assert len(judge.trajectory.sequences()) == 1
-    judge.settle(agent)
-    assert judge.statuses() == ["committed"] * 4 + ["final"]
-
-
 # Row 2
 async def test_an_overflow_that_shortens_a_result_opens_a_sequence(judged):
-    def make_reader():
-        """Create a tool that returns far more than fits."""
-
-        @tool
-        def read(page: str) -> str:
-            """Read a page.
-
-            Args:
-                page: Its name.
-            """
-            return f"{page} begins. " + "Long is the text of this page. " * 40 + f"{page} ends."
-
-        return read
-
-    judge = judged([call("read", page="Page-1"), call("read", page="Page-2"), "Both read."], max_context_tokens=1500)
-    manager = SlidingWindowConversationManager()
-    agent = judge.agent([make_reader()], conversation_manager=manager)
-    await agent.invoke_async("Read two pages.")
+    judge = judged([call("read", pages=1), call("read", pages=1), "Both read."], max_context_tokens=1500)
+    agent = judge.agent([read_pages], conversation_manager=SlidingWindowConversationManager())
+    await agent.invoke_async("Read two times.")
     judge.check()
-    turns = judge.trajectory.turns
-    assert TurnStatus.FAILED in [turn.status for turn in turns]
+    assert "failed" in judge.statuses()
     assert "truncated" in judge.prompt(-1)
     # Both begin with the first call; what it read is whole in one and shortened in the other.
     assert judge.masks() == [[1, 1], [0, 1]]
+
+
+def summarizes(request):
+    return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
 
 
 def summarizing(**how):
@@ -263,12 +239,8 @@ def summarizing(**how):
 
 # Row 3
 async def test_a_summary_is_auxiliary_and_opens_a_sequence(judged):
-    def answer(request):
-        return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
-
-    judge = judged(answer, max_context_tokens=600)
-    manager = summarizing(summarization_system_prompt="Sum up.")
-    agent = judge.agent(conversation_manager=manager)
+    judge = judged(summarizes, max_context_tokens=600)
+    agent = judge.agent(conversation_manager=summarizing(summarization_system_prompt="Sum up."))
     await ask_at_length(agent, 7, 10)
     summaries = judge.with_text("summarize this")
     assert summaries
@@ -281,10 +253,7 @@ async def test_a_summary_is_auxiliary_and_opens_a_sequence(judged):
 
 # Row 3
 async def test_a_summarizing_agent_has_its_own_sequences(judged):
-    def answer(request):
-        return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
-
-    judge = judged(answer, max_context_tokens=600)
+    judge = judged(summarizes, max_context_tokens=600)
     writer = judge.agent(system_prompt="You sum up.")
     agent = judge.agent(conversation_manager=summarizing(summarization_agent=writer))
     await ask_at_length(agent, 7, 10)
@@ -294,10 +263,7 @@ async def test_a_summarizing_agent_has_its_own_sequences(judged):
 
 # Row 3
 async def test_summaries_of_concurrent_episodes_stay_in_their_episodes(judged):
-    def answer(request):
-        return f"SUMMARY-{request.index}" if "summarize this" in request.text else numbered(request)
-
-    judge = judged(answer, max_context_tokens=600)
+    judge = judged(summarizes, max_context_tokens=600)
 
     async def episode(name):
         with judge.model.episode() as trajectory:
@@ -342,7 +308,7 @@ async def test_strands_projection_equals_the_sent_prompt(judged, with_tools):
     answers = [
         call("read", pages=3),
         "<think>\nhm\n</think>\n\nThree pages.",
-        call(expression="2 * 3") * 2 + broken,
+        COMPUTES * 2 + broken,
         call("ghost"),
         call("invalid tool"),
         "Six.",
@@ -393,22 +359,17 @@ async def test_a_recorded_conversation_is_counted_as_recorded(judged):
     "messages",
     [
         pytest.param([], id="none"),
-        pytest.param([{"role": "user", "content": []}], id="an empty message"),
+        pytest.param([user()], id="an empty message"),
         pytest.param([assistant("word " * 50)], id="an answer"),
         pytest.param(
-            [{"role": "assistant", "content": [{"toolUse": {"toolUseId": "t", "name": "f", "input": {"a": "word"}}}]}],
+            [assistant({"toolUse": {"toolUseId": "t", "name": "f", "input": {"a": "word"}}})],
             id="a call without a result",
         ),
         pytest.param(
-            [
-                {
-                    "role": "user",
-                    "content": [{"toolResult": {"toolUseId": "t", "status": "error", "content": [{"text": "word"}]}}],
-                }
-            ],
+            [user({"toolResult": {"toolUseId": "t", "status": "error", "content": [{"text": "word"}]}})],
             id="a result without a call",
         ),
-        pytest.param([{"role": "user", "content": [{"video": {"source": {"bytes": b"x"}}}]}], id="video"),
+        pytest.param([user({"video": {"source": {"bytes": b"x"}}})], id="video"),
         pytest.param([user("\ud800 word")], id="half a character"),
     ],
 )
@@ -484,7 +445,7 @@ async def test_a_counted_prompt_is_not_sent_for_other_written_names(judged):
     messages = [
         user("Question?"),
         assistant({"toolUse": use}),
-        {"role": "user", "content": [{"toolResult": {"toolUseId": "a", "content": [{"text": "No."}]}}]},
+        user({"toolResult": {"toolUseId": "a", "content": [{"text": "No."}]}}),
     ]
     await judge.model.count_tokens(messages, [], "Be brief.")
     state = {"strands_sglang_names": {"a": "read pages!"}}
@@ -500,22 +461,8 @@ async def test_a_counted_prompt_is_not_sent_for_other_written_names(judged):
 
 
 # Row 7
-async def test_the_model_sees_a_result_that_a_hook_replaced(judged):
-    judge = judged([call(expression="2 * 3"), "Fine."])
-    agent = judge.agent(TOOLS)
-
-    def replace(event):
-        event.result = {**event.result, "content": [{"text": "REPLACED"}]}
-
-    agent.add_hook(replace, AfterToolCallEvent)
-    await agent.invoke_async("Compute.")
-    assert "REPLACED" in judge.prompt(1)
-    judge.check(masks=[[1, 1]])
-
-
-# Row 7
 async def test_input_replaced_for_the_tool_keeps_the_sampled_call(judged):
-    judge = judged([call(expression="2 * 3"), "Fine."])
+    judge = judged([COMPUTES, "Fine."])
     tools, ran = make_tools()
     agent = judge.agent(tools)
 
@@ -528,16 +475,16 @@ async def test_input_replaced_for_the_tool_keeps_the_sampled_call(judged):
     judge.check(masks=[[1, 1]])
 
 
+def edit_input(event):
+    event.tool_use["input"]["expression"] = "5 * 5"
+
+
 # Row 7
 async def test_input_edited_in_the_history_keeps_the_call_trained(judged):
-    judge = judged([call(expression="2 * 3"), "Fine.", "Bye."])
+    judge = judged([COMPUTES, "Fine.", "Bye."])
     tools, ran = make_tools()
     agent = judge.agent(tools)
-
-    def edit(event):
-        event.tool_use["input"]["expression"] = "5 * 5"
-
-    agent.add_hook(edit, BeforeToolCallEvent)
+    agent.add_hook(edit_input, BeforeToolCallEvent)
     await ask(agent, "Compute.", "Thanks.")
     assert ran == ["5 * 5"]
     assert '{"expression": "2 * 3"}' not in judge.prompt(1)
@@ -548,13 +495,9 @@ async def test_input_edited_in_the_history_keeps_the_call_trained(judged):
 
 # Row 7
 async def test_an_edited_call_of_a_stopped_episode_is_final(judged):
-    judge = judged([call(expression="2 * 3")])
+    judge = judged([COMPUTES])
     agent = judge.agent(TOOLS)
-
-    def edit(event):
-        event.tool_use["input"]["expression"] = "5 * 5"
-
-    agent.add_hook(edit, BeforeToolCallEvent)
+    agent.add_hook(edit_input, BeforeToolCallEvent)
     await agent.invoke_async("Compute.", limits={"turns": 1})
     judge.settle(agent)
     judge.check()
@@ -645,7 +588,7 @@ async def test_an_answer_that_a_hook_tidies_up_is_still_trained(judged, caplog, 
 
 # Row 7
 async def test_an_answer_whose_tool_call_a_hook_takes_out_is_discarded(judged):
-    judge = judged([f"Let me see. {call(expression='2 * 3')}", "Fine."])
+    judge = judged([f"Let me see. {COMPUTES}", "Fine."])
     tools, ran = make_tools()
     agent = judge.agent(tools)
 
@@ -661,39 +604,9 @@ async def test_an_answer_whose_tool_call_a_hook_takes_out_is_discarded(judged):
     assert "no tool call" in judge.trajectory.turns[0].note
 
 
-# Row 7
-async def test_a_user_message_edited_before_the_first_call_is_seen(judged):
-    judge = judged(numbered)
-    agent = judge.agent()
-
-    def edit(event):
-        event.messages[0]["content"] = [{"text": "EDITED"}]
-
-    agent.add_hook(edit, BeforeInvocationEvent)
-    await ask(agent, 2)
-    assert judge.prompt(1).count("EDITED") == 2
-    judge.check(masks=[[1, 1]])
-
-
 # Row 23
-async def test_an_answer_that_a_hook_retries_is_discarded(judged):
-    judge = judged(numbered)
-    agent = judge.agent()
-
-    def retry(event):
-        event.retry = "Answer-2" not in str(event.stop_response.message)
-
-    agent.add_hook(retry, AfterModelCallEvent)
-    await agent.invoke_async("Question?")
-    judge.check(discarded=[0, 1])
-    judge.settle(agent)
-    assert judge.statuses() == ["discarded", "discarded", "final"]
-    assert judge.masks() == [[1]]
-
-
-# Row 23
-async def test_a_retry_inside_a_tool_loop_keeps_the_sequence(judged):
-    judge = judged([call(expression="2 * 3"), "Bad.", call(expression="6 * 7"), "Good."])
+async def test_answers_that_a_hook_retries_are_discarded(judged):
+    judge = judged(["Bad.", COMPUTES, "Bad.", "Bad.", call(expression="6 * 7"), "Good."])
     agent = judge.agent(TOOLS)
 
     def retry(event):
@@ -701,7 +614,9 @@ async def test_a_retry_inside_a_tool_loop_keeps_the_sequence(judged):
 
     agent.add_hook(retry, AfterModelCallEvent)
     await agent.invoke_async("Compute.")
-    judge.check(discarded=[1], masks=[[1, 1, 1]])
+    judge.check(discarded=[0, 2, 3], masks=[[1, 1, 1]])
+    judge.settle(agent)
+    assert judge.statuses() == ["discarded", "committed", "discarded", "discarded", "committed", "final"]
 
 
 # Row 23
@@ -732,21 +647,6 @@ async def test_an_answer_lost_to_a_raising_hook_is_discarded(judged):
     judge.check(discarded=[0])
 
 
-# Row 7
-async def test_an_answer_written_by_a_tool_is_prompt(judged):
-    judge = judged([call("note"), "Noted."])
-
-    @tool(context=True)
-    def note(tool_context) -> str:
-        """Write into the history."""
-        tool_context.agent.messages[0]["content"].append({"text": "WRITTEN BY A TOOL"})
-        return "done"
-
-    await judge.agent([note]).invoke_async("Go.")
-    assert "WRITTEN BY A TOOL" in judge.prompt(1)
-    judge.check(masks=[[1], [1]])
-
-
 # --- What is added to a call for that call only, and answers that middleware asks for more than once or makes up ---
 
 
@@ -757,12 +657,13 @@ async def collect(events):
     return [event async for event in events]
 
 
-def best_of(kept):
+def best_of(kept, *, at_once=True):
     """Middleware that takes one of three answers to the first call."""
     asked = iter([3, 1])
 
     async def take(context, next_fn):
-        answers = await asyncio.gather(*(collect(next_fn(context)) for _ in range(next(asked))))
+        streams = [collect(next_fn(context)) for _ in range(next(asked))]
+        answers = await asyncio.gather(*streams) if at_once else [await stream for stream in streams]
         for event in answers[kept % len(answers)]:
             yield event
 
@@ -771,7 +672,7 @@ def best_of(kept):
 
 # Row 5
 async def test_text_injected_for_one_call_is_only_in_its_prompt(judged):
-    judge = judged([call(expression="2 * 3"), "6.", "Bye."])
+    judge = judged([COMPUTES, "6.", "Bye."])
     agent = judge.agent(TOOLS, plugins=[ContextInjector(lambda context: "<now>noon</now>")])
     await ask(agent, "Compute.", "Thanks.")
     assert [request.text.count("<now>") for request in judge.server.requests] == [1, 0, 1]
@@ -785,9 +686,7 @@ async def test_text_injected_for_one_call_is_only_in_its_prompt(judged):
 # Row 5
 @needs_middleware
 async def test_parts_replaced_for_one_call_open_a_sequence(judged):
-    from strands.middleware import InvokeModelStage
-
-    judge = judged([call(expression="2 * 3"), "6.", "Bye."])
+    judge = judged([COMPUTES, "6.", "Bye."])
     calls = iter(range(9))
 
     async def replace(context):
@@ -807,47 +706,27 @@ async def test_parts_replaced_for_one_call_open_a_sequence(judged):
 @needs_middleware
 @pytest.mark.parametrize("kept", [0, 1, 2])
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_answers_not_taken_are_discarded(judged, kept, at_once):
-    from strands.middleware import InvokeModelStage
-
-    judge = judged(numbered)
-
-    async def best_of_three(context, next_fn):
-        streams = [collect(next_fn(context)) for _ in range(3)]
-        answers = await asyncio.gather(*streams) if at_once else [await stream for stream in streams]
-        for event in answers[kept]:
-            yield event
-
-    agent = judge.agent()
-    agent.add_middleware(InvokeModelStage, best_of_three)
-    await ask(agent, 2)
-    judge.settle(agent)
-    judge.check(discarded={0, 1, 2, 3, 4, 5} - {kept, 3 + kept})
-    expected = ["discarded"] * 6
-    expected[kept], expected[3 + kept] = "committed", "final"
-    assert judge.statuses() == expected
-    assert judge.masks() == [[1, 1]]
-
-
-# Row 6
-@needs_middleware
-@pytest.mark.parametrize("kept", [0, 1, 2])
-async def test_the_next_call_shows_which_answer_was_taken(judged, kept):
-    from strands.middleware import InvokeModelStage
-
+@pytest.mark.parametrize("shown_by", ["the next call", "the messages at the end"])
+async def test_answers_not_taken_are_discarded(judged, kept, at_once, shown_by):
     judge = judged(numbered)
     agent = judge.agent()
-    agent.add_middleware(InvokeModelStage, best_of(kept))
-    await ask(agent, 2)
+    agent.add_middleware(InvokeModelStage, best_of(kept, at_once=at_once))
+    await agent.invoke_async("Question-0?")
+    if shown_by == "the next call":
+        await agent.invoke_async("Question-1?")
+    else:
+        judge.settle(agent)
     judge.check(discarded={0, 1, 2} - {kept})
+    expected = ["discarded"] * 3
+    expected[kept] = "committed" if shown_by == "the next call" else "final"
+    assert judge.statuses()[:3] == expected
+    assert judge.masks() == [[1] * (len(judge.server.requests) - 2)]
 
 
 # Row 6
 @needs_middleware
 @pytest.mark.parametrize("questions", [1, 2])
 async def test_of_several_answers_that_say_the_same_one_is_trained(judged, questions):
-    from strands.middleware import InvokeModelStage
-
     judge = judged(lambda request: "Always the same.")
     agent = judge.agent()
     agent.add_middleware(InvokeModelStage, best_of(0))
@@ -860,8 +739,6 @@ async def test_of_several_answers_that_say_the_same_one_is_trained(judged, quest
 # Row 6
 @needs_middleware
 async def test_an_answer_that_middleware_made_up_is_prompt(judged):
-    from strands.middleware import InvokeModelStage, ModelStopReason
-
     judge = judged(numbered)
     calls = iter(range(9))
 
@@ -887,8 +764,6 @@ async def test_an_answer_that_middleware_made_up_is_prompt(judged):
 # Row 6
 @needs_middleware
 async def test_an_answer_rewritten_by_middleware_is_prompt(judged):
-    from strands.middleware import InvokeModelStage
-
     judge = judged(numbered)
 
     async def redact(result):
@@ -908,25 +783,19 @@ async def test_an_answer_rewritten_by_middleware_is_prompt(judged):
 
 
 class Steering(SteeringHandler):
-    """Steers the first answer, and the first tool call."""
+    """Steers the first answer."""
 
-    def __init__(self, *, answers=False, tools=False):
-        super().__init__()
-        self.steers_answers, self.steers_tools = answers, tools
+    is_steering = True
 
     async def steer_after_model(self, **kwargs):
-        steered, self.steers_answers = self.steers_answers, False
+        steered, self.is_steering = self.is_steering, False
         return Steer(reason="SAY IT POLITELY") if steered else GoOn(reason="")
-
-    async def steer_before_tool(self, **kwargs):
-        steered, self.steers_tools = self.steers_tools, False
-        return Steer(reason="USE OTHER NUMBERS") if steered else GoOn(reason="")
 
 
 # Row 23
 async def test_an_answer_sent_back_by_steering_is_discarded(judged):
     judge = judged(numbered)
-    agent = judge.agent(plugins=[Steering(answers=True)])
+    agent = judge.agent(plugins=[Steering()])
     await agent.invoke_async("Question?")
     assert "SAY IT POLITELY" in judge.prompt(1)
     assert "Answer-0" not in judge.prompt(1)
@@ -936,16 +805,6 @@ async def test_an_answer_sent_back_by_steering_is_discarded(judged):
     judge.check(discarded=[0])
     assert judge.statuses() == ["discarded", "committed", "final"]
     assert "SAY IT POLITELY" not in judge.trained_text()
-
-
-async def test_a_call_refused_by_steering_is_trained(judged):
-    judge = judged([call(expression="2 * 3"), call(expression="6 * 7"), "42."])
-    tools, ran = make_tools()
-    agent = judge.agent(tools, plugins=[Steering(tools=True)])
-    await agent.invoke_async("Compute.")
-    assert ran == ["6 * 7"]
-    assert "USE OTHER NUMBERS" in judge.prompt(1)
-    judge.check(masks=[[1, 1, 1]])
 
 
 class Intervention(InterventionHandler):
@@ -972,7 +831,7 @@ def intervention(method, action):
     ],
 )
 async def test_an_interventions_message_is_prompt(judged, method, action, discarded):
-    judge = judged(lambda request: call(expression="2 * 3") if "FEEDBACK" not in request.text else "Fine.")
+    judge = judged(lambda request: COMPUTES if "FEEDBACK" not in request.text else "Fine.")
     agent = judge.agent(TOOLS, interventions=[intervention(method, action)])
     await agent.invoke_async("Compute.")
     judge.check(discarded=discarded)
@@ -983,35 +842,24 @@ async def test_an_interventions_message_is_prompt(judged, method, action, discar
 # === history that the model did not speak on this record: few-shot, sessions, direct tool calls, edits, redaction ===
 
 
-# Row 15
-async def test_a_restored_session_opens_a_sequence_with_old_answers(judged, tmp_path):
-    def agent():
-        session = FileSessionManager(session_id="session", storage_dir=str(tmp_path))
-        return judge.agent(TOOLS, session_manager=session)
+def in_session(judge, folder):
+    """An agent of the session in a folder."""
+    return judge.agent(TOOLS, agent_id="a", session_manager=FileSessionManager("session", storage_dir=str(folder)))
 
-    judge = judged([call(expression="2 * 3"), "It is 6.", "Welcome back.", "Bye."])
-    await agent().invoke_async("Compute.")
+
+# Row 15
+@pytest.mark.parametrize("is_recorded", [True, False])
+async def test_a_restored_session_continues_its_record_or_opens_a_sequence(judged, tmp_path, is_recorded):
+    judge = judged([COMPUTES, "It is 6.", "Welcome back.", "Bye."])
+    await in_session(judge, tmp_path).invoke_async("Compute.")
     first = judge.trajectory
     judge.check()
-    judge.model.reset()
-    restored = agent()
-    await restored.invoke_async("Do you remember?")
-    await restored.invoke_async("Good.")
+    if not is_recorded:
+        judge.model.reset()
+    await ask(in_session(judge, tmp_path), "Do you remember?", "Good.")
     assert "It is 6." in judge.prompt(2)
-    judge.check(first, judge.trajectory, masks=[[1, 1]])
-    assert "It is 6." not in judge.trained_text()
-
-
-# Row 15
-async def test_a_restored_session_continues_an_existing_record(judged, tmp_path):
-    def agent():
-        session = FileSessionManager(session_id="session", storage_dir=str(tmp_path))
-        return judge.agent(TOOLS, session_manager=session)
-
-    judge = judged([call(expression="2 * 3"), "It is 6.", "Welcome back."])
-    await agent().invoke_async("Compute.")
-    await agent().invoke_async("Do you remember?")
-    judge.check(masks=[[1, 1, 1]])
+    judge.check(*{first, judge.trajectory}, masks=[[1, 1, 1, 1]] if is_recorded else [[1, 1]])
+    assert ("It is 6." in judge.trained_text()) is is_recorded
 
 
 # Row 15
@@ -1029,24 +877,7 @@ async def test_a_loaded_snapshot_takes_back_later_messages(judged):
 
 # Row 15
 @pytest.mark.parametrize("keeps_history", [True, False])
-async def test_attempts_at_a_goal_are_trained_once_each(judged, keeps_history):
-    judge = judged(numbered)
-
-    def is_good(response, agent):
-        return {"passed": "Answer-2" in response["content"][0]["text"], "feedback": "NOT GOOD ENOUGH"}
-
-    plugin = GoalLoop(goal=is_good, max_attempts=4, preserve_context=keeps_history)
-    await judge.agent(plugins=[plugin]).invoke_async("Question?")
-    assert "NOT GOOD ENOUGH" in judge.prompt(1)
-    assert ("Answer-0" in judge.prompt(1)) == keeps_history
-    # Attempts that start over reset the agent's whole state, as if another agent had asked.
-    judge.check(masks=([[1, 1, 1]] if keeps_history else [[1], [1], [1]]))
-    assert "NOT GOOD ENOUGH" not in judge.trained_text()
-
-
-# Row 15
-@pytest.mark.parametrize("keeps_history", [True, False])
-async def test_attempts_of_a_later_invocation_are_trained_once(judged, caplog, keeps_history):
+async def test_attempts_at_a_goal_are_trained_once(judged, caplog, keeps_history):
     judge = judged(numbered)
     asked = []
 
@@ -1060,9 +891,13 @@ async def test_attempts_of_a_later_invocation_are_trained_once(judged, caplog, k
     judge.settle(agent)
     judge.check()
     assert "discarded" not in judge.statuses()
-    # By now the agent has a state to go back to, and the answer that it had kept is in front of every attempt.
+    # Attempts that start over reset the agent's whole state, as if another agent had asked. In the second invocation
+    # the agent has a state to go back to, and the answer that it had kept is in front of every attempt.
     expected = [[1] * 6] if keeps_history else [[1], [1], [1, 1], [0, 1], [0, 1]]
     assert judge.masks() == expected
+    assert "NOT GOOD ENOUGH" in judge.prompt(1)
+    assert ("Answer-0" in judge.prompt(1)) == keeps_history
+    assert "NOT GOOD ENOUGH" not in judge.trained_text()
     # Each attempt opens with another message; the main conversation is the first one, and the rest is warned of.
     first = judge.trajectory.sequences()[0].token_ids
     assert judge.model.token_manager.token_ids == first
@@ -1087,7 +922,7 @@ async def test_the_main_sequence_follows_snapshots_and_sessions(judged, tmp_path
         agent.load_snapshot(snapshot)
         await agent.invoke_async(question)
         text = judge.server.tokenizer.decode(judge.model.token_manager.token_ids)
-        assert [i for i in range(5) if f"Answer-{i}." in text] == [i for i in sequence]
+        assert [i for i in range(5) if f"Answer-{i}." in text] == sequence
     judge.check()
     assert "discarded" not in judge.statuses()
 
@@ -1102,7 +937,7 @@ async def test_branches_from_one_snapshot_keep_all_their_answers(judged, calls):
         if "Branch" not in request.text or "<tool_response>" in request.text:
             return numbered(request)
         asked.append(request)
-        return call(expression="2 * 3") if len(asked) == calls + 1 else numbered(request)
+        return COMPUTES if len(asked) == calls + 1 else numbered(request)
 
     judge = judged(answer)
     trunk = judge.agent(TOOLS)
@@ -1122,7 +957,7 @@ async def test_branches_from_one_snapshot_keep_all_their_answers(judged, calls):
 
 # Row 16
 async def test_an_emptied_agent_asked_again_keeps_its_first_answer(judged):
-    judge = judged(["At once.", call(expression="2 * 3"), "It is 6."])
+    judge = judged(["At once.", COMPUTES, "It is 6."])
     agent = judge.agent(TOOLS)
     await agent.invoke_async("2 * 3?")
     agent.messages.clear()
@@ -1134,7 +969,7 @@ async def test_an_emptied_agent_asked_again_keeps_its_first_answer(judged):
 
 # Row 15
 async def test_a_run_that_stops_at_every_checkpoint_is_one_sequence(judged):
-    judge = judged([call(expression="2 * 3"), "6."])
+    judge = judged([COMPUTES, "6."])
     agent = judge.agent(TOOLS, checkpointing=True)
     result = await agent.invoke_async("Compute.")
     positions = []
@@ -1149,17 +984,11 @@ async def test_a_run_that_stops_at_every_checkpoint_is_one_sequence(judged):
 async def test_few_shot_answers_are_prompt(judged):
     shots = [
         user("1 * 1?"),
-        {
-            "role": "assistant",
-            "content": [{"toolUse": {"toolUseId": "s1", "name": "calculator", "input": {"expression": "1 * 1"}}}],
-        },
-        {
-            "role": "user",
-            "content": [{"toolResult": {"toolUseId": "s1", "status": "success", "content": [{"text": "1"}]}}],
-        },
+        assistant({"toolUse": {"toolUseId": "s1", "name": "calculator", "input": {"expression": "1 * 1"}}}),
+        user({"toolResult": {"toolUseId": "s1", "status": "success", "content": [{"text": "1"}]}}),
         assistant("EXAMPLE ANSWER"),
     ]
-    judge = judged([call(expression="2 * 3"), "It is 6."])
+    judge = judged([COMPUTES, "It is 6."])
     agent = judge.agent(TOOLS, messages=shots)
     await agent.invoke_async("2 * 3?")
     judge.check()
@@ -1332,7 +1161,7 @@ async def test_hooks_show_that_a_redacted_answer_is_discarded(judged, before):
 
 # Row 24
 async def test_the_model_itself_never_redacts(judged):
-    judge = judged([call(expression="2 * 3"), "6."])
+    judge = judged([COMPUTES, "6."])
     events = []
     agent = judge.agent(TOOLS, callback_handler=lambda **event: events.append(event))
     await agent.invoke_async("Compute.")
@@ -1364,18 +1193,14 @@ class Store:
         self.remembered.append(content)
 
 
-def remembering(model, store, tools=(), **kwargs):
-    from strands.memory import MemoryManager
-
-    return make_agent(model, list(tools), memory_manager=MemoryManager([store], **kwargs))
-
-
 # Row 5
 @needs_module("strands.memory")
 @needs_argument("__init__", "memory_manager")
 async def test_remembered_text_is_in_one_prompt_and_opens_a_sequence(judged):
-    judge = judged([call(expression="2 * 3"), "6.", "Bye."])
-    agent = remembering(judge.model, Store("PARIS IS NICE"), TOOLS)
+    from strands.memory import MemoryManager
+
+    judge = judged([COMPUTES, "6.", "Bye."])
+    agent = judge.agent(TOOLS, memory_manager=MemoryManager([Store("PARIS IS NICE")]))
     await ask(agent, "Compute.", "Thanks.")
     shown = [request.text.count("PARIS IS NICE") for request in judge.server.requests]
     assert shown[0] == shown[-1] == 1
@@ -1387,19 +1212,6 @@ async def test_remembered_text_is_in_one_prompt_and_opens_a_sequence(judged):
     trajectory.settle(agent.messages)
     assert "discarded" not in statuses(trajectory)
     assert "PARIS" not in judge.trained_text()
-
-
-# Row 5
-@needs_module("strands.memory")
-@needs_argument("__init__", "memory_manager")
-async def test_memory_that_only_tools_reach_leaves_one_sequence(judged):
-    judge = judged([call("search_memory", query="weather"), call("add_memory", entries=["RAIN"]), "It rains.", "Bye."])
-    store = Store("SUN")
-    agent = remembering(judge.model, store, injection=False, add_tool_config=True)
-    await ask(agent, "What of the weather?", "Thanks.")
-    assert store.remembered == ["SUN", "RAIN"]
-    assert "SUN" in judge.prompt(1)
-    judge.check(masks=[[1, 1, 1, 1]])
 
 
 # Row 3
@@ -1508,7 +1320,7 @@ async def test_tool_input_that_changes_its_form_in_json_is_extended(judged, argu
 
 # Row 10
 async def test_a_cut_call_ends_its_sequence_and_its_text_is_prompt(judged):
-    judge = judged([ScriptedAnswer(call(expression="2 * 3"), finish_reason="length"), "Again."])
+    judge = judged([ScriptedAnswer(COMPUTES, finish_reason="length"), "Again."])
     tools, ran = make_tools()
     agent = judge.agent(tools)
     with pytest.raises(MaxTokensReachedException):
@@ -1534,7 +1346,7 @@ async def test_a_cut_text_is_extended(judged):
 
 # Row 10
 async def test_a_cut_call_after_whole_ones_ends_its_sequence(judged):
-    cut = ScriptedAnswer(call(expression="2 * 3") + "<tool_call>\n{", finish_reason="length")
+    cut = ScriptedAnswer(COMPUTES + "<tool_call>\n{", finish_reason="length")
     judge = judged([call(expression="6 * 7"), cut, "Again."])
     agent = judge.agent(TOOLS)
     with pytest.raises(MaxTokensReachedException):
@@ -1546,11 +1358,6 @@ async def test_a_cut_call_after_whole_ones_ends_its_sequence(judged):
 
 # --- unregistered tools ---
 
-
-try:
-    from strands.middleware import ExecuteToolStage
-except ImportError:  # before 1.62
-    from strands._middleware import ExecuteToolStage
 
 BROKEN = "<tool_call>\nno JSON\n</tool_call>"
 
@@ -1628,7 +1435,7 @@ async def test_strands_keeps_its_error_of_unknown_tools(judged, name, with_tools
 
 
 async def test_results_follow_their_calls_even_with_invalid_names(judged):
-    judge = judged([call(expression="2 * 3") + call("invalid tool") + call("ghost"), "Done."])
+    judge = judged([COMPUTES + call("invalid tool") + call("ghost"), "Done."])
     agent = judge.agent(TOOLS)
     await agent.invoke_async("Go.")
     judge.check()
@@ -1640,14 +1447,10 @@ async def test_results_follow_their_calls_even_with_invalid_names(judged):
 
 @pytest.mark.parametrize("name", ["ghost", "invalid tool"])
 async def test_a_restored_session_renders_the_call_that_was_sampled(judged, tmp_path, name):
-    def restored(judge):
-        manager = FileSessionManager(session_id="s", storage_dir=str(tmp_path))
-        return judge.agent(TOOLS, agent_id="a", session_manager=manager)
-
     first = judged([call(name, command="run"), "It failed."])
-    await restored(first).invoke_async("Run it.")
+    await in_session(first, tmp_path).invoke_async("Run it.")
     second = judged(["It failed, as I said."])
-    agent = restored(second)
+    agent = in_session(second, tmp_path)
     assert tool_uses(agent)[0]["name"] == name
     await agent.invoke_async("What was it?")
     (request,) = second.server.requests
@@ -1676,7 +1479,7 @@ class Total(BaseModel):
 
 # Row 12
 async def test_output_by_the_model_itself_is_a_tool_call_like_any_other(judged):
-    judge = judged([call(expression="2 * 3"), call("Total", total=6), "Bye."])
+    judge = judged([COMPUTES, call("Total", total=6), "Bye."])
     agent = judge.agent(TOOLS)
     result = await agent.invoke_async("Compute.", structured_output_model=Total)
     assert result.structured_output == Total(total=6)
@@ -1693,7 +1496,7 @@ async def test_output_that_is_forced_by_a_prompt_extends_its_sequence(judged):
     def is_constrained(request):
         return any(name in request.sampling_params for name in ("json_schema", "regex", "ebnf", "structural_tag"))
 
-    judge = judged([call(expression="2 * 3"), "It is 6.", call("Total", total=6)])
+    judge = judged([COMPUTES, "It is 6.", call("Total", total=6)])
     agent = judge.agent(TOOLS)
     result = await agent.invoke_async("Compute.", structured_output_model=Total)
     assert result.structured_output == Total(total=6)
@@ -1718,7 +1521,7 @@ async def test_output_that_cannot_be_forced_gets_only_its_tool(judged):
 
         total: int = Field(multiple_of=3)
 
-    judge = judged([call(expression="2 * 3"), "It is 6.", call("Odd", total=6)])
+    judge = judged([COMPUTES, "It is 6.", call("Odd", total=6)])
     agent = judge.agent(TOOLS)
     result = await agent.invoke_async("Compute.", structured_output_model=Odd)
     assert result.structured_output == Odd(total=6)
@@ -1787,11 +1590,6 @@ def responses(result, answer):
     return [{"interruptResponse": {"interruptId": i.id, "response": answer}} for i in result.interrupts]
 
 
-def ask_a_person(event: BeforeToolCallEvent):
-    if event.interrupt("approve", reason="may it?") != "yes":
-        event.cancel_tool = "DENIED BY A PERSON"
-
-
 # Row 13
 async def test_a_call_that_a_cancelled_task_left_unanswered_is_extended(judged):
     started = asyncio.Event()
@@ -1817,7 +1615,7 @@ async def test_a_call_that_a_cancelled_task_left_unanswered_is_extended(judged):
 
 # Row 13
 async def test_a_call_left_by_a_raising_hook_runs_without_a_model_call(judged):
-    judge = judged([call(expression="2 * 3"), "6."])
+    judge = judged([COMPUTES, "6."])
     tools, ran = make_tools()
     agent = judge.agent(tools)
     raise_once(agent, BeforeToolCallEvent)
@@ -1825,19 +1623,6 @@ async def test_a_call_left_by_a_raising_hook_runs_without_a_model_call(judged):
         await agent.invoke_async("Compute.")
     assert ran == []
     await agent.invoke_async(None)
-    assert ran == ["2 * 3"]
-    judge.check(masks=[[1, 1]])
-
-
-# Row 14
-async def test_an_interrupted_call_continues_after_its_resume(judged):
-    judge = judged([call(expression="2 * 3"), "6."])
-    tools, ran = make_tools()
-    agent = judge.agent(tools)
-    agent.add_hook(ask_a_person, BeforeToolCallEvent)
-    result = await agent.invoke_async("Compute.")
-    assert (result.stop_reason, ran) == ("interrupt", [])
-    await agent.invoke_async(responses(result, "yes"))
     assert ran == ["2 * 3"]
     judge.check(masks=[[1, 1]])
 
@@ -1913,7 +1698,7 @@ async def test_an_answer_cancelled_while_streaming_is_discarded(judged):
 
 
 # Row 11
-@pytest.mark.parametrize("answer", ["A story.", call(expression="2 * 3"), f"First. {call(expression='2 * 3')}"])
+@pytest.mark.parametrize("answer", ["A story.", COMPUTES, f"First. {COMPUTES}"])
 async def test_a_callers_signal_at_the_first_delta_cancels(judged, answer):
     """Strands polls such a signal every 50 ms, and the whole answer is streamed in less."""
     judge = judged([answer, "Second."])
@@ -1931,22 +1716,6 @@ async def test_a_callers_signal_at_the_first_delta_cancels(judged, answer):
 
 
 # Row 11
-@pytest.mark.parametrize("before", [0, 2])
-async def test_settling_discards_an_answer_that_was_cancelled_last(judged, before):
-    async def cancelled(request):
-        agent.cancel()
-        return "Too late."
-
-    judge = judged([*["Fine."] * before, cancelled])
-    agent = judge.agent()
-    for i in range(before + 1):
-        await agent.invoke_async(f"Question-{i}?")
-    judge.settle(agent)
-    judge.check(discarded=[before])
-    assert judge.statuses() == ["committed"] * before + ["discarded"]
-
-
-# Row 11
 async def test_an_answer_cancelled_after_its_last_event_is_discarded(judged):
     judge = judged(numbered)
     agent = judge.agent()
@@ -1961,25 +1730,9 @@ async def test_an_answer_cancelled_after_its_last_event_is_discarded(judged):
 
 
 # Row 11
-@needs_argument("cancel", "message")
-async def test_the_message_of_a_cancel_is_prompt(judged):
-    async def cancelled(request):
-        agent.cancel(message="THE USER WENT HOME")
-        return "Too late."
-
-    judge = judged([call(expression="2 * 3"), cancelled, "Back again."])
-    agent = judge.agent(TOOLS)
-    await ask(agent, "Compute.", "Question?")
-    assert "THE USER WENT HOME" in judge.prompt(2)
-    judge.check(discarded=[1])
-    assert "THE USER" not in judge.trained_text()
-    assert judge.masks() == [[1, 1]]
-
-
-# Row 11
 @needs_argument("cancel", "after_current_tools")
 async def test_a_cancel_after_the_tools_discards_nothing(judged):
-    judge = judged([call(expression="2 * 3"), "6."])
+    judge = judged([COMPUTES, "6."])
     agent = judge.agent(TOOLS)
 
     def stop(event):
@@ -2015,7 +1768,7 @@ async def test_text_of_a_hook_that_denies_a_call_is_prompt(judged, event_type, m
 
 # Row 11
 async def test_text_that_ends_a_turn_after_its_tools_is_prompt(judged):
-    judge = judged([call(expression="2 * 3"), "Again."])
+    judge = judged([COMPUTES, "Again."])
     agent = judge.agent(TOOLS)
 
     def end(event):
@@ -2027,22 +1780,6 @@ async def test_text_that_ends_a_turn_after_its_tools_is_prompt(judged):
     judge.check()
     assert "ENOUGH" not in judge.trained_text()
     assert judge.masks() == [[1, 1]]
-
-
-# Row 11
-async def test_tools_that_a_hook_cancels_are_a_plain_continuation(judged):
-    judge = judged([call(expression="2 * 3"), "Well then."])
-    tools, ran = make_tools()
-    agent = judge.agent(tools)
-
-    def cancel(event):
-        event.cancel = "NO TOOLS TODAY"
-
-    agent.add_hook(cancel, BeforeToolsEvent)
-    await agent.invoke_async("Compute.")
-    assert ran == []
-    assert "NO TOOLS TODAY" in judge.prompt(1)
-    judge.check(masks=[[1, 1]])
 
 
 # Row 11
@@ -2076,7 +1813,7 @@ async def test_a_cancelled_task_leaves_a_failed_turn(judged):
 
 def computes(request):
     """Calls the calculator once, then answers."""
-    return numbered(request) if "<tool_response>" in request.text else call(expression="2 * 3")
+    return numbered(request) if "<tool_response>" in request.text else COMPUTES
 
 
 def make_graph(model):
@@ -2103,7 +1840,7 @@ async def test_the_nodes_of_a_graph_have_a_sequence_each(judged):
 
 # Row 20
 async def test_agents_that_share_an_invocation_state_are_distinct(judged):
-    judge = judged(lambda request: "The same." if "<tool_response>" in request.text else call(expression="2 * 3"))
+    judge = judged(lambda request: "The same." if "<tool_response>" in request.text else COMPUTES)
     agents = [judge.agent(TOOLS) for _ in range(4)]
     shared = {}
     await asyncio.gather(*(agent.invoke_async("Compute.", invocation_state=shared) for agent in agents))
@@ -2169,8 +1906,8 @@ async def test_an_agent_that_is_a_tool_has_sequences_of_its_own(judged, keeps, b
 DELEGATE = call("subagent", task="Your task.")
 ROUNDS = {
     "after an answer": (["Fine.", DELEGATE], "forks after call 0: message 2 (user)"),
-    "after a tool's result": ([call(expression="2 * 3"), DELEGATE], "forks after call 0: message 2 (user)"),
-    "with another call": (["Fine.", call(expression="2 * 3") + DELEGATE], "forks after call 0: message 2 (user)"),
+    "after a tool's result": ([COMPUTES, DELEGATE], "forks after call 0: message 2 (user)"),
+    "with another call": (["Fine.", COMPUTES + DELEGATE], "forks after call 0: message 2 (user)"),
     "with a text": (["Fine.", "I ask. " + DELEGATE], "forks after call 0: message 3 (assistant)"),
     "at once": ([DELEGATE], "opens a sequence: message 0 (user)"),
     "after reasoning": (
@@ -2312,22 +2049,20 @@ async def test_concurrent_mixed_episodes_are_recorded_apart(judged):
 # Row 19
 def test_agents_in_threads_share_a_model(judged):
     judge = judged(computes)
-    lengths = []
+    trajectories = []
 
     def play():
         with judge.model.episode() as trajectory:
             judge.agent(TOOLS)("Compute.")
-        lengths.append(response_masks(trajectory))
         trajectories.append(trajectory)
 
-    trajectories = []
     threads = [threading.Thread(target=play) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     judge.check(*trajectories)
-    assert lengths == [[[1, 1]]] * 6
+    assert [response_masks(trajectory) for trajectory in trajectories] == [[[1, 1]]] * 6
 
 
 # --- Helpers on `model.auxiliary`: recorded, and never trained unless asked for ---
@@ -2340,7 +2075,7 @@ def masks(trajectory):
 
 def answer(request):
     if "You judge." in request.text and "<tool_response>" not in request.text:
-        return call(expression="2 * 3")
+        return COMPUTES
     return numbered(request)
 
 
@@ -2452,10 +2187,7 @@ async def test_helpers_that_strands_makes_are_auxiliary(judged):
 
 
 async def test_a_summarizer_in_a_managers_thread_is_auxiliary(judged):
-    def answer(request):
-        return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
-
-    judge = judged(answer, max_context_tokens=600)
+    judge = judged(summarizes, max_context_tokens=600)
     writer = make_agent(judge.model.auxiliary, system_prompt="You sum up.")
     manager = summarizing(summarization_agent=writer)
     with judge.model.episode() as trajectory:
@@ -2554,7 +2286,7 @@ def routed(judges, tools=(), **kwargs):
 # Row 5
 @needs_routing
 async def test_other_models_answers_are_prompt(judged):
-    one = judged([call(expression="2 * 3"), "One says 6.", "One says bye."])
+    one = judged([COMPUTES, "One says 6.", "One says bye."])
     two = judged(["Two says hello.", "Two says bye."])
     agent = routed([one, two], TOOLS, strategy=Turns(0, 1))
     for question in ("Compute.", "Hello?", "Well?", "Bye."):
@@ -2574,7 +2306,7 @@ async def test_other_models_answers_are_prompt(judged):
 # Row 23
 @needs_routing
 async def test_a_call_failed_over_to_another_model_is_trained_there(judged):
-    one = judged([call(expression="2 * 3"), ScriptedFault(status=400), "One is back."])
+    one = judged([COMPUTES, ScriptedFault(status=400), "One is back."])
     two = judged([numbered])
     agent = routed([one, two], TOOLS)
     await agent.invoke_async("Compute.")

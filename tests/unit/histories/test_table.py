@@ -35,7 +35,7 @@ from strands.vended_plugins.steering import Guide, Proceed, SteeringHandler
 from strands_sglang import SGLangModel, Trajectory, TurnStatus
 from strands_sglang.testing import ScriptedAnswer, ScriptedSGLang
 from strands_sglang.trajectory.recording import Recording
-from support.agents import assistant, call, has_module, make_agent, make_tools, needs_module
+from support.agents import ask, assistant, call, has_module, make_agent, make_tools, needs_module, raise_once, user
 
 COMPUTES = call(expression="2 * 3")
 CALCULATOR = make_tools()[0][0]
@@ -98,8 +98,7 @@ class Stage:
         agents = played if isinstance(played, tuple) else (played,)
         question = "And now?"
         if afterwards == "a summary":
-            said = [("user", "What was said so far."), ("assistant", "I see.")]
-            agents[0].messages[:] = [{"role": role, "content": [{"text": text}]} for role, text in said]
+            agents[0].messages[:] = [user("What was said so far."), assistant("I see.")]
         elif afterwards == "the same question":
             agents[0].messages.clear()
             question = "Before 0?" if self.before else "Question?"
@@ -187,8 +186,7 @@ def test_the_last_line_of_the_table_is_its_sum():
 async def test_a_sliding_window_drops_the_oldest_messages(check_row):
     async def window(stage):
         agent = await stage.agent(conversation_manager=SlidingWindowConversationManager(window_size=2))
-        for i in range(3):
-            await agent.invoke_async(f"Question {i}?")
+        await ask(agent, 3)
         return agent
 
     async def window_per_turn(stage):
@@ -222,8 +220,7 @@ async def test_a_summary_takes_the_place_of_the_beginning(check_row):
             summary_ratio=0.8, preserve_recent_messages=1, summarization_system_prompt="You are a helper."
         )
         agent = await stage.agent(conversation_manager=manager)
-        for i in range(3):
-            await agent.invoke_async(f"Question {i}?")
+        await ask(agent, 3)
         agent.conversation_manager.reduce_context(agent)
         await agent.invoke_async("More?")
         return agent
@@ -260,10 +257,10 @@ async def test_text_is_injected_for_one_call_only(check_row):
 
 @needs_module("strands.middleware")
 async def test_middleware_asks_twice_or_makes_up_an_answer(check_row):
+    from strands.middleware import InvokeModelStage, ModelStopReason
+
     def best_of(taken):
         async def play(stage):
-            from strands.middleware import InvokeModelStage
-
             events = []
 
             async def best_of_two(context, next_fn):
@@ -275,10 +272,7 @@ async def test_middleware_asks_twice_or_makes_up_an_answer(check_row):
                     yield event
 
             stage.says = ["KEPT.", "THROWN."] if taken == 0 else ["THROWN.", "KEPT."]
-            agent = await stage.agent()
-            agent.add_middleware(InvokeModelStage, once(best_of_two))
-            await agent.invoke_async("Question?")
-            return agent
+            return await with_middleware(stage, best_of_two)
 
         return play
 
@@ -292,9 +286,13 @@ async def test_middleware_asks_twice_or_makes_up_an_answer(check_row):
 
         return handle
 
-    async def made_up(stage):
-        from strands.middleware import InvokeModelStage, ModelStopReason
+    async def with_middleware(stage, handler):
+        agent = await stage.agent()
+        agent.add_middleware(InvokeModelStage, once(handler))
+        await agent.invoke_async("Question?")
+        return agent
 
+    async def made_up(stage):
         async def make_up(context, next_fn):
             async for _ in next_fn(context):
                 pass
@@ -303,12 +301,9 @@ async def test_middleware_asks_twice_or_makes_up_an_answer(check_row):
             yield ModelStopReason(stop_reason="end_turn", message=message, usage=usage, metrics={"latencyMs": 0})
 
         stage.says = ["THROWN."]
-        agent = await stage.agent()
-        agent.add_middleware(InvokeModelStage, once(make_up))
-        await agent.invoke_async("Question?")
-        return agent
+        return await with_middleware(stage, make_up)
 
-    await check_row(6, *(best_of(taken) for taken in (0, 1)), made_up)
+    await check_row(6, best_of(0), best_of(1), made_up)
 
 
 async def test_a_hook_replaces_an_answer_edits_it_or_its_tool_input(check_row):
@@ -348,7 +343,8 @@ async def test_a_hook_replaces_an_answer_edits_it_or_its_tool_input(check_row):
 
     await check_row(
         7,
-        *(replaces(event_type) for event_type in (AfterModelCallEvent, MessageAddedEvent)),
+        replaces(AfterModelCallEvent),
+        replaces(MessageAddedEvent),
         edits_input,
         tidies,
         takes_call_out,
@@ -359,8 +355,7 @@ async def test_strands_normalises_blank_text_and_invalid_names(check_row):
     async def blank(stage):
         stage.says = [f"  \n {COMPUTES}", call("bad name!"), ""]
         agent = await stage.agent(CALCULATOR)
-        await agent.invoke_async("Question?")
-        await agent.invoke_async("More?")
+        await ask(agent, "Question?", "More?")
         return agent
 
     await check_row(8, blank)
@@ -379,10 +374,8 @@ async def test_a_cut_tool_call_is_replaced_by_text(check_row):
     async def cut(stage):
         stage.says = [ScriptedAnswer(COMPUTES, finish_reason="length")]
         agent = await stage.agent(CALCULATOR)
-        try:
+        with pytest.raises(MaxTokensReachedException):
             await agent.invoke_async("Question?")
-        except MaxTokensReachedException:
-            pass
         return agent
 
     await check_row(10, cut)
@@ -408,8 +401,7 @@ async def test_a_cancel_puts_text_in_the_place_of_an_answer(check_row):
             denied.append(event)
 
         agent.add_hook(deny, BeforeModelCallEvent)
-        await agent.invoke_async("Question?")
-        await agent.invoke_async("More?")
+        await ask(agent, "Question?", "More?")
         return agent
 
     async def ended(stage):
@@ -436,20 +428,11 @@ async def test_structured_output_changes_the_tools(check_row):
 
 async def test_a_tool_call_is_left_without_a_result(check_row):
     async def dangling(stage):
-        raised = []
-
-        def fail(event):
-            if not raised:
-                raised.append(event)
-                raise ZeroDivisionError
-
         stage.says = [COMPUTES]
         agent = await stage.agent(CALCULATOR)
-        agent.add_hook(fail, BeforeToolsEvent)
-        try:
+        raise_once(agent, BeforeToolsEvent)
+        with pytest.raises(EventLoopException):
             await agent.invoke_async("Question?")
-        except EventLoopException:
-            pass
         return agent
 
     await check_row(13, dangling)
@@ -457,13 +440,13 @@ async def test_a_tool_call_is_left_without_a_result(check_row):
 
 async def test_results_come_late_and_in_another_order(check_row):
     async def interrupted(stage):
-        def ask(event):
+        def ask_a_person(event):
             if event.tool_use["input"]["expression"].startswith("2"):
                 event.interrupt("approve", reason="may it?")
 
         stage.says = [COMPUTES + call(expression="3 * 3")]
         agent = await stage.agent(CALCULATOR)
-        agent.add_hook(ask, BeforeToolCallEvent)
+        agent.add_hook(ask_a_person, BeforeToolCallEvent)
         result = await agent.invoke_async("Question?")
         answers = [{"interruptResponse": {"interruptId": one.id, "response": "yes"}} for one in result.interrupts]
         await agent.invoke_async(answers)
@@ -502,8 +485,7 @@ async def test_a_snapshot_is_restored_by_the_agent_by_copies_of_it(check_row):
         before, stage.before = stage.before, 0
         goal = GoalLoop(goal=is_good, max_attempts=4, preserve_context=False)
         agent = await stage.agent(plugins=[goal])
-        for i in range(before + 1):
-            await agent.invoke_async(f"Question {i}?")
+        await ask(agent, before + 1)
         return agent
 
     await check_row(15, taken_back, copies, attempts)
@@ -511,9 +493,7 @@ async def test_a_snapshot_is_restored_by_the_agent_by_copies_of_it(check_row):
 
 async def test_the_user_gives_examples_calls_tools_directly_deletes(check_row):
     async def edited(stage):
-        shots = [("user", "Example?"), ("assistant", "An example.")]
-        messages = [{"role": role, "content": [{"text": text}]} for role, text in shots]
-        agent = await stage.agent(CALCULATOR, messages=messages)
+        agent = await stage.agent(CALCULATOR, messages=[user("Example?"), assistant("An example.")])
         await agent.invoke_async("Question?")
         agent.tool.calculator(expression="2 * 3")
         await agent.invoke_async("More?")
@@ -635,10 +615,8 @@ async def test_a_hook_has_a_call_repeated_guides_the_model(check_row):
         stage.says = ["THROWN."]
         agent = await stage.agent()
         agent.add_hook(fail, AfterModelCallEvent)
-        try:
+        with pytest.raises(ZeroDivisionError):
             await agent.invoke_async("Question?")
-        except ZeroDivisionError:
-            pass
         return agent
 
     async def failed(stage):
@@ -651,10 +629,9 @@ async def test_a_hook_has_a_call_repeated_guides_the_model(check_row):
 
     await check_row(
         23,
-        *(
-            repeated(*answers)
-            for answers in (("THROWN.", "THROWN 2."), (COMPUTES, "THROWN.", COMPUTES), ("THROWN.", "THROWN."))
-        ),
+        repeated("THROWN.", "THROWN 2."),
+        repeated(COMPUTES, "THROWN.", COMPUTES),
+        repeated("THROWN.", "THROWN."),
         guided,
         raised,
         failed,
@@ -672,13 +649,8 @@ async def test_a_guardrail_redacts_an_answer_or_its_question_too(check_row):
 
     await check_row(
         24,
-        *(
-            redacts(**redaction)
-            for redaction in (
-                {"redactAssistantContentMessage": "[answer]"},
-                {"redactUserContentMessage": "[user]", "redactAssistantContentMessage": "[answer]"},
-            )
-        ),
+        redacts(redactAssistantContentMessage="[answer]"),
+        redacts(redactUserContentMessage="[user]", redactAssistantContentMessage="[answer]"),
     )
 
 
