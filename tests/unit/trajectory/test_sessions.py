@@ -21,6 +21,7 @@ from support.agents import (
     call,
     has_module,
     make_agent,
+    make_tools,
     needs_module,
 )
 
@@ -28,15 +29,7 @@ SNAPSHOTS = "strands.session.snapshot_session_manager"
 MANAGERS = ["files", pytest.param("snapshots", marks=needs_module(SNAPSHOTS))]
 
 
-@tool
-def calculator(expression: str) -> str:
-    """Compute a product.
-
-    Args:
-        expression: Such as "2 * 3".
-    """
-    left, right = expression.split("*")
-    return str(int(left) * int(right))
+calculator = make_tools()[0][0]
 
 
 def sampled(request):
@@ -129,9 +122,14 @@ def test_messages_have_the_same_digests_after_a_session(kind, tmp_path):
     assert after == before
 
 
-async def saved_agent(rollout, folder, *questions):
+@pytest.fixture
+def make_model(rollout, tmp_path):
+    """Sets up models that keep the tokens of sessions in `tmp_path`, unless told otherwise."""
+    return lambda **config: rollout(sampled, **{"sessions": tmp_path, **config})[1]
+
+
+async def saved_agent(model, *questions):
     """The snapshot of an agent that has asked, and its tokens; what held them is gone."""
-    _, model = rollout(sampled, sessions=folder)
     agent = make_agent(model, [calculator])
     await ask(agent, *questions or ["First?", "Second?"])
     before = agent.take_snapshot(preset="session"), model.token_manager.token_ids
@@ -147,9 +145,9 @@ def restored(model, snapshot, **kwargs):
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-async def test_agents_of_one_snapshot_continue_it_each_in_a_record_of_its_own(rollout, tmp_path, at_once):
-    snapshot, before = await saved_agent(rollout, tmp_path)
-    _, model = rollout(sampled, sessions=tmp_path)
+async def test_agents_of_one_snapshot_continue_it_each_in_a_record_of_its_own(make_model, tmp_path, at_once):
+    snapshot, before = await saved_agent(make_model())
+    model = make_model()
 
     async def attempt(question):
         with model.episode() as trajectory:
@@ -174,13 +172,13 @@ async def test_agents_of_one_snapshot_continue_it_each_in_a_record_of_its_own(ro
     assert sorted(trajectory.sequences()[0].token_ids for trajectory in written) == sequences
 
 
-async def test_what_was_sampled_after_a_snapshot_is_not_part_of_it(rollout, tmp_path):
-    _, model = rollout(sampled, sessions=tmp_path)
+async def test_what_was_sampled_after_a_snapshot_is_not_part_of_it(make_model, tmp_path):
+    model = make_model()
     agent = make_agent(model, [calculator])
     await ask(agent, "First?")
     snapshot, before = agent.take_snapshot(preset="session"), model.token_manager.token_ids
     await ask(agent, "Second?")
-    _, later = rollout(sampled, sessions=tmp_path)
+    later = make_model()
     await ask(restored(later, snapshot), "Another second?")
 
     assert [len(one.trajectory.turns) for one in (model, later)] == [4, 4]
@@ -212,12 +210,12 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_without_its_file_an_agent_continues_with_a_warning_that_says_why(rollout, tmp_path, caplog, damage):
-    snapshot, _ = await saved_agent(rollout, tmp_path)
+async def test_without_its_file_an_agent_continues_with_a_warning_that_says_why(make_model, tmp_path, caplog, damage):
+    snapshot, _ = await saved_agent(make_model())
     [path] = tmp_path.iterdir()
     apply, why = DAMAGES[damage]
     apply(path)
-    models = [rollout(sampled, **kept)[1] for kept in ({"sessions": tmp_path}, {})]
+    models = [make_model(), make_model(sessions=None)]
     for model in models:
         await ask(restored(model, snapshot), "Third?", "Fourth?")
 
@@ -229,17 +227,17 @@ async def test_without_its_file_an_agent_continues_with_a_warning_that_says_why(
 
 
 @pytest.mark.parametrize("name", ["../x-1", "x", 7, None, ["a"], {"journal": "x"}])
-async def test_a_state_names_no_other_file(rollout, tmp_path, name):
-    snapshot, _ = await saved_agent(rollout, tmp_path / "a")
+async def test_a_state_names_no_other_file(make_model, tmp_path, name):
+    snapshot, _ = await saved_agent(make_model(sessions=tmp_path / "a"))
     snapshot.data["model_state"]["strands_sglang_journal"] = name
-    _, model = rollout(sampled, sessions=tmp_path / "b")
+    model = make_model(sessions=tmp_path / "b")
     await ask(restored(model, snapshot), "Third?")
     assert len(model.trajectory.turns) == 2
 
 
-async def test_an_edited_history_opens_a_sequence_with_the_reason(rollout, tmp_path):
-    snapshot, _ = await saved_agent(rollout, tmp_path)
-    _, model = rollout(sampled, sessions=tmp_path)
+async def test_an_edited_history_opens_a_sequence_with_the_reason(make_model):
+    snapshot, _ = await saved_agent(make_model())
+    model = make_model()
     agent = restored(model, snapshot)
     del agent.messages[:4]
     await ask(agent, "Third?")
@@ -247,8 +245,8 @@ async def test_an_edited_history_opens_a_sequence_with_the_reason(rollout, tmp_p
     assert "message 0 (user) is not the recorded one" in model.trajectory.turns[4].reason
 
 
-async def test_another_vocabulary_is_an_error(rollout, tmp_path):
-    snapshot, _ = await saved_agent(rollout, tmp_path)
+async def test_another_vocabulary_is_an_error(make_model, tmp_path):
+    snapshot, _ = await saved_agent(make_model())
     tokenizer = LetterTokenizer()
     server = ScriptedSGLang(tokenizer, sampled)
     model = SGLangModel(tokenizer=tokenizer, client=server.client(), sessions=tmp_path)
@@ -256,13 +254,13 @@ async def test_another_vocabulary_is_an_error(rollout, tmp_path):
         await ask(restored(model, snapshot), "Third?")
 
 
-async def test_agents_that_share_a_record_are_restored_together(rollout, tmp_path, caplog):
-    _, model = rollout(sampled, sessions=tmp_path)
+async def test_agents_that_share_a_record_are_restored_together(make_model, caplog):
+    model = make_model()
     agents = [make_agent(model, [calculator], system_prompt=prompt) for prompt in ("Be brief.", "Be kind.")]
     for agent in agents * 2:
         await ask(agent, "What?")
     snapshots = [agent.take_snapshot(preset="session") for agent in agents]
-    _, later = rollout(sampled, sessions=tmp_path)
+    later = make_model()
     for snapshot, prompt in zip(reversed(snapshots), ("Be kind.", "Be brief."), strict=True):
         await ask(restored(later, snapshot, system_prompt=prompt), "Now?")
 
@@ -271,9 +269,9 @@ async def test_agents_that_share_a_record_are_restored_together(rollout, tmp_pat
     assert not caplog.records
 
 
-async def test_agents_with_records_of_their_own_need_episodes_of_their_own(rollout, tmp_path, caplog):
-    snapshots = [(await saved_agent(rollout, tmp_path, question))[0] for question in ("First?", "Other?")]
-    _, model = rollout(sampled, sessions=tmp_path)
+async def test_agents_with_records_of_their_own_need_episodes_of_their_own(make_model, caplog):
+    snapshots = [(await saved_agent(make_model(), question))[0] for question in ("First?", "Other?")]
+    model = make_model()
     for snapshot in snapshots:
         await ask(restored(model, snapshot), "Second?", "Third?")
     [record] = caplog.records
@@ -288,8 +286,8 @@ async def test_agents_with_records_of_their_own_need_episodes_of_their_own(rollo
     assert not caplog.records
 
 
-async def test_an_episode_without_a_history_begins_empty(rollout, tmp_path):
-    _, model = rollout(sampled, sessions=tmp_path)
+async def test_an_episode_without_a_history_begins_empty(make_model):
+    model = make_model()
     agent = make_agent(model, [calculator])
     for _ in range(2):
         model.reset()
@@ -302,15 +300,15 @@ async def test_an_episode_without_a_history_begins_empty(rollout, tmp_path):
     assert len(model.trajectory.turns) == 4
 
 
-async def test_a_given_trajectory_is_written_whole(rollout, tmp_path):
-    _, model = rollout(sampled)
+async def test_a_given_trajectory_is_written_whole(make_model):
+    model = make_model(sessions=None)
     agent = make_agent(model, [calculator])
     await ask(agent, "First?")
-    _, later = rollout(sampled, sessions=tmp_path)
+    later = make_model()
     later.trajectory = Trajectory.from_bytes(model.trajectory.to_bytes())
     agent = restored(later, agent.take_snapshot(preset="session"))
     await ask(agent, "Second?")
-    _, last = rollout(sampled, sessions=tmp_path)
+    last = make_model()
     await ask(restored(last, agent.take_snapshot(preset="session")), "Third?")
 
     assert len(last.trajectory.turns) == 6
@@ -318,16 +316,16 @@ async def test_a_given_trajectory_is_written_whole(rollout, tmp_path):
     assert last.trajectory.pieces.keys() >= set(later.token_manager.token_ids)
 
 
-async def test_a_folder_that_cannot_be_written_is_a_warning_and_no_lost_answer(rollout, tmp_path, caplog):
+async def test_a_folder_that_cannot_be_written_is_a_warning_and_no_lost_answer(make_model, tmp_path, caplog):
     (tmp_path / "file").touch()
-    _, model = rollout(sampled, sessions=tmp_path / "file")
+    model = make_model(sessions=tmp_path / "file")
     await ask(make_agent(model, [calculator]), "First?", "Second?")
     assert caplog.text.count("from here on a restored agent's tokens are rendered") == 1
     assert len(model.trajectory.sequences()) == 1
 
 
-async def test_a_trajectory_that_something_else_writes_is_left_to_it(rollout, tmp_path):
-    _, model = rollout(sampled, sessions=tmp_path)
+async def test_a_trajectory_that_something_else_writes_is_left_to_it(make_model, tmp_path):
+    model = make_model()
     written = []
     model.trajectory.on_record = written.append
     await ask(make_agent(model, [calculator]), "First?")
@@ -335,8 +333,8 @@ async def test_a_trajectory_that_something_else_writes_is_left_to_it(rollout, tm
     assert not [*tmp_path.iterdir()]
 
 
-async def test_a_journal_is_closed_with_its_trajectory(rollout, tmp_path):
-    _, model = rollout(sampled, sessions=tmp_path)
+async def test_a_journal_is_closed_with_its_trajectory(make_model):
+    model = make_model()
     await ask(make_agent(model, [calculator]), "First?")
     path = model.trajectory.on_record.journal.path
     model.reset()

@@ -1,6 +1,7 @@
 """What a trajectory records, for which agent, and how it is stored."""
 
 import asyncio
+import base64
 import concurrent.futures
 import contextlib
 import copy
@@ -73,6 +74,7 @@ from support.recorder import Recorder, generation
 
 QUESTION = [user("q")]
 FOLLOW_UP = [*QUESTION, assistant("a"), user("r")]
+AFTER_OK = [*QUESTION, assistant("ok"), user("r")]  # what follows an answer of `Recorder`
 
 
 @pytest.fixture
@@ -181,12 +183,11 @@ def test_agents_cut_at_the_same_question_resume_their_tokens(recorder):
     agents = ["one", "two", "three"]
     for agent in agents:
         recorder.call(QUESTION, agent=agent)
-    history = [user("q"), assistant("ok"), user("r")]
-    turns = {agent: cut_turn(recorder, 100 + i, agent=agent, messages=history) for i, agent in enumerate(agents)}
+    turns = {agent: cut_turn(recorder, 100 + i, agent=agent, messages=AFTER_OK) for i, agent in enumerate(agents)}
     for turn in turns.values():
         recorder.trajectory.resume(turn)
     for agent in reversed(agents):
-        again = recorder.ask(history, agent=agent, prompt=[1, 2])
+        again = recorder.ask(AFTER_OK, agent=agent, prompt=[1, 2])
         assert (again.resumes, again.parent) == (turns[agent].generation, turns[agent].parent)
 
 
@@ -194,10 +195,9 @@ def test_agents_made_again_resume_cut_turns_in_order(recorder):
     """A restarted rollout has new agents, and Strands forgets an agent whose first call fails."""
     for agent in ("one", "two"):
         recorder.call(QUESTION, agent=agent)
-    history = [user("q"), assistant("ok"), user("r")]
     for agent, token in (("one", 100), ("two", 101)):
-        recorder.trajectory.resume(cut_turn(recorder, token, agent=agent, messages=history))
-    again = [recorder.ask(history, agent=f"another {i}", prompt=[1, 2]) for i in range(2)]
+        recorder.trajectory.resume(cut_turn(recorder, token, agent=agent, messages=AFTER_OK))
+    again = [recorder.ask(AFTER_OK, agent=f"another {i}", prompt=[1, 2]) for i in range(2)]
     assert [turn.resumes.output_ids.tolist() for turn in again] == [[100], [101]]
     assert [turn.parent.agent for turn in again] == ["one", "two"]
     assert sampled_in(recorder.trajectory) != []
@@ -206,11 +206,10 @@ def test_agents_made_again_resume_cut_turns_in_order(recorder):
 def test_an_agent_that_was_not_cut_resumes_no_other_turn(recorder):
     for agent in ("one", "two"):
         recorder.call(QUESTION, agent=agent)
-    history = [user("q"), assistant("ok"), user("r")]
-    turn = cut_turn(recorder, 100, agent="one", messages=history)
+    turn = cut_turn(recorder, 100, agent="one", messages=AFTER_OK)
     recorder.trajectory.resume(turn)
-    assert recorder.ask(history, agent="two", prompt=[1, 2]).resumes is None
-    assert recorder.ask(history, agent="one", prompt=[1, 2]).resumes is turn.generation
+    assert recorder.ask(AFTER_OK, agent="two", prompt=[1, 2]).resumes is None
+    assert recorder.ask(AFTER_OK, agent="one", prompt=[1, 2]).resumes is turn.generation
 
 
 def test_cut_attempts_of_one_agent_resume_in_order(recorder):
@@ -320,23 +319,6 @@ def test_a_caller_can_keep_a_call_without_an_agent_trained(recorder):
     own = recorder.call([user("my own loop")], auxiliary=False)
     assert not own.is_auxiliary
     assert len(recorder.trajectory.sequences()) == 2
-
-
-THROWN_AWAY = {
-    "the call is retried": QUESTION,
-    "a guide follows instead": [user("q"), user("Think again.")],
-    "another answer is there": [user("q"), assistant("Cancelled by user"), user("r")],
-}
-
-
-@pytest.mark.parametrize("what", THROWN_AWAY)
-def test_an_answer_that_its_agent_skips_is_discarded(recorder, what):
-    thrown = recorder.call(QUESTION, "a", agent="A")
-    kept = recorder.call(THROWN_AWAY[what], "b", agent="A")
-    assert thrown.status is TurnStatus.DISCARDED
-    assert [sequence.token_ids for sequence in recorder.trajectory.sequences()] == [kept.token_ids()]
-    everything = recorder.trajectory.sequences(discarded=True)
-    assert [sequence.token_ids for sequence in everything] == [thrown.token_ids(), kept.token_ids()]
 
 
 # --- settle ---
@@ -526,11 +508,8 @@ async def test_a_task_that_outlives_its_episode_joins_the_running_one(rollout, c
     """A worker that a tool starts in the first episode serves later ones."""
 
     def answer(request):
-        return (
-            call("ask_expert", q="x")
-            if "question" in request.text and "An answer." not in request.text
-            else "An answer."
-        )
+        is_first = "question" in request.text and "An answer." not in request.text
+        return call("ask_expert", q="x") if is_first else "An answer."
 
     _, model = rollout(answer)
     queue = asyncio.Queue()
@@ -609,9 +588,7 @@ async def test_a_task_that_outlives_an_inner_episode_joins_the_outer(rollout, ca
     assert not caplog.records
 
 
-async def test_copied_agents_in_threads_stay_in_their_episodes(
-    rollout,
-):
+async def test_copied_agents_in_threads_stay_in_their_episodes(rollout):
     """Agents that are restored from one snapshot have one state."""
     _, model = rollout(lambda request: "ok")
     saved = make_agent(model)
@@ -843,31 +820,28 @@ def test_everything_added_is_read_back_exactly(parts):
 # --- Trajectories on disk: bit-equal, readable by others, never half written ---
 
 
-@pytest.fixture
-async def episode(rollout):
-    """A model after an episode with a tool call, a call that did not parse, a fork, a failure, and prompt logprobs."""
-    _, model = rollout(
-        [call(expression="2 * 3"), "<tool_call>oops</tool_call>", "Six.", "Edited."], return_prompt_logprobs=True
-    )
+async def play(model):
+    """An episode with a tool call, a call that did not parse, a fork, and a failure."""
     agent = make_agent(model, make_tools()[0])
     await agent.invoke_async("2 times 3?")
     agent.messages[0]["content"][0]["text"] = "edited"
     await agent.invoke_async("again")
     with pytest.raises(Exception, match="501"):
         await agent.invoke_async("the script has run out")
-    return model
 
 
-@pytest.fixture
-def recorded(episode):
-    return episode.trajectory
+@pytest.fixture(scope="module")
+def recorded(chatml_tokenizer):
+    """What `play` recorded, with prompt logprobs; no test changes it."""
+    server = ScriptedSGLang(
+        chatml_tokenizer, [call(expression="2 * 3"), "<tool_call>oops</tool_call>", "Six.", "Edited."]
+    )
+    model = SGLangModel(tokenizer=chatml_tokenizer, client=server.client(), return_prompt_logprobs=True)
+    asyncio.run(play(model))
+    return model.trajectory
 
 
 async def test_a_loaded_trajectory_equals_the_saved_one(recorded, tmp_path):
-    def same(one, other):
-        """NaN is equal to itself here."""
-        return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True))
-
     recorded.save(tmp_path / "episode.safetensors")
     loaded = Trajectory.load(tmp_path / "episode.safetensors")
     assert loaded.explain() == recorded.explain()
@@ -883,7 +857,7 @@ async def test_a_loaded_trajectory_equals_the_saved_one(recorded, tmp_path):
         assert (ours.tool_calls, ours.sampling_params) == (theirs.tool_calls, theirs.sampling_params)
         if theirs.generation is not None:
             assert ours.generation.meta_info == theirs.generation.meta_info
-            assert same(ours.prompt_logprobs, theirs.prompt_logprobs)
+            assert np.array_equal(ours.prompt_logprobs, theirs.prompt_logprobs, equal_nan=True)
 
 
 async def test_saving_a_loaded_trajectory_gives_the_same_bytes(recorded, tmp_path):
@@ -1019,25 +993,30 @@ async def test_the_file_can_be_read_without_this_library(recorded, tmp_path):
 
 
 async def test_routed_experts_come_back_bit_by_bit(recorded, tmp_path):
-    generation = recorded.turns[0].generation
-    experts = np.arange(generation.routed_rows * 6, dtype="<i4")
-    import base64
-
-    object.__setattr__(generation, "routed_experts", base64.b64encode(experts.tobytes()).decode())
-    recorded.save(tmp_path / "t")
-    assert Trajectory.load(tmp_path / "t").turns[0].generation.routed_experts == generation.routed_experts
+    turn = (changed := copy.deepcopy(recorded)).turns[0]
+    experts = base64.b64encode(np.arange(turn.generation.routed_rows * 6, dtype="<i4").tobytes()).decode()
+    turn.generation = replace(turn.generation, routed_experts=experts)
+    changed.save(tmp_path / "t")
+    assert Trajectory.load(tmp_path / "t").turns[0].generation.routed_experts == experts
 
 
 async def test_server_reports_may_have_any_size(recorded):
     """All but the tokens was in the header, which safetensors limits to 100 MB."""
-    generation = recorded.turns[0].generation
-    large = {**generation.meta_info, "told": "x" * 101_000_000}
-    recorded.turns[0].generation = replace(generation, meta_json=to_json(large))
-    loaded = Trajectory.from_bytes(recorded.to_bytes())
-    assert len(loaded.turns[0].generation.meta_info["told"]) == 101_000_000
+    changed = copy.deepcopy(recorded)
+    generation = changed.turns[0].generation
+    headers = []
+    for size in (1, 1_000_000):
+        changed.turns[0].generation = replace(
+            generation, meta_json=to_json({**generation.meta_info, "told": "x" * size})
+        )
+        content = changed.to_bytes()
+        assert len(Trajectory.from_bytes(content).turns[0].generation.meta_info["told"]) == size
+        headers.append(int.from_bytes(content[:8], "little"))
+    assert headers[1] - headers[0] < 100  # room for longer numbers
 
 
 async def test_sampling_masks_come_back_token_by_token(recorded, tmp_path):
+    recorded = copy.deepcopy(recorded)
     first, _, third, *_ = recorded.turns
     for turn in (first, third):
         rows = [[token_id, *range(token_id % 4)] for token_id in turn.output_ids]
@@ -1274,30 +1253,13 @@ def cross(request):
     return request.param
 
 
-def test_every_error_pickles_with_all_its_facts(cross):
-    def made(kind):
-        """An error of a kind, with a made-up value for every argument that has to be given."""
-        values = {"int": 418, "str": "told", "bool": True, "dict[str, Any]": {"a": 1}}
-        if not inspect.isfunction(kind.__init__):  # it takes what any exception takes
-            return kind("told")
-        parameters = [p for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
-        keywords = {p.name: values.get(str(p.annotation), "told") for p in parameters if p.kind is p.KEYWORD_ONLY}
-        positional = [
-            values.get(str(p.annotation), "told")
-            for p in parameters
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        return kind(*positional or ["told"], **keywords)
-
-    # Every public error of both packages: those whose names and modules have no leading underscore.
+@pytest.fixture(scope="module")
+def public_errors():
+    """Every public error of both packages: those whose names and modules have no leading underscore."""
     found = set()
     for package in (strands_sglang, strands_env):
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if (
-                any(part.startswith("_") for part in info.name.split("."))
-                or ".scripts" in info.name
-                or ".shim" in info.name
-            ):
+            if re.search(r"\._|\.scripts|\.shim", info.name):
                 continue
             try:
                 module = importlib.import_module(info.name)
@@ -1310,7 +1272,26 @@ def test_every_error_pickles_with_all_its_facts(cross):
                 if kind.__module__.startswith(("strands_sglang", "strands_env"))
             }
     assert len(found) > 20
-    for kind in found:
+    return found
+
+
+def made(kind):
+    """An error of a kind, with a made-up value for every argument that has to be given."""
+    values = {"int": 418, "str": "told", "bool": True, "dict[str, Any]": {"a": 1}}
+    if not inspect.isfunction(kind.__init__):  # it takes what any exception takes
+        return kind("told")
+    positional, keywords = [], {}
+    for parameter in inspect.signature(kind).parameters.values():
+        value = values.get(str(parameter.annotation), "told")
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
+            keywords[parameter.name] = value
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty:
+            positional.append(value)
+    return kind(*positional or ["told"], **keywords)
+
+
+def test_every_error_pickles_with_all_its_facts(public_errors, cross):
+    for kind in public_errors:
         error = made(kind)
         there = cross(error)
         assert type(there) is kind
@@ -1321,15 +1302,16 @@ def raise_http_error(kind):
     raise kind("POST http://x/generate: HTTP 418", status=418, body="tea")
 
 
-@pytest.mark.parametrize("kind", [SGLangHTTPError, SGLangContextLengthError, SGLangThrottledError])
-def test_a_workers_error_reaches_its_parent_and_breaks_no_pool(kind):
+def test_a_workers_errors_reach_its_parent_and_break_no_pool():
     """Such an error broke a process pool, and `multiprocessing.Pool` waited forever."""
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        with pytest.raises(kind) as caught:
-            pool.submit(raise_http_error, kind).result(timeout=120)
-        assert (caught.value.status, caught.value.body) == (418, "tea")
-        assert pool.submit(int, "1").result(timeout=120) == 1
+        for kind in (SGLangHTTPError, SGLangContextLengthError, SGLangThrottledError):
+            with pytest.raises(kind) as caught:
+                pool.submit(raise_http_error, kind).result(timeout=120)
+            assert type(caught.value) is kind
+            assert (caught.value.status, caught.value.body) == (418, "tea")
+            assert pool.submit(int, "1").result(timeout=120) == 1
 
 
 def facts_of(trajectory):
@@ -1347,26 +1329,27 @@ def facts_of(trajectory):
     ]
 
 
-async def test_a_trajectory_crosses_whole(episode, cross):
-    trajectory = episode.trajectory
-    there = cross(trajectory)
-    assert isinstance(there, Trajectory) and there is not trajectory
-    assert facts_of(there) == facts_of(trajectory)
-    assert [s.tokens for s in there.sequences()] == [s.tokens for s in trajectory.sequences()]
-    assert there.explain() == trajectory.explain()
+async def test_a_trajectory_crosses_whole(recorded, cross):
+    there = cross(recorded)
+    assert isinstance(there, Trajectory) and there is not recorded
+    assert facts_of(there) == facts_of(recorded)
+    assert [s.tokens for s in there.sequences()] == [s.tokens for s in recorded.sequences()]
+    assert there.explain() == recorded.explain()
 
 
-async def test_turns_stay_parts_of_one_trajectory(episode, cross):
-    turns = cross(episode.trajectory.turns)
-    assert facts_of(turns[0].trajectory) == facts_of(episode.trajectory)
+def parents(turns):
+    return [None if turn.parent is None else turns.index(turn.parent) for turn in turns]
+
+
+async def test_turns_stay_parts_of_one_trajectory(recorded, cross):
+    turns = cross(recorded.turns)
+    assert facts_of(turns[0].trajectory) == facts_of(recorded)
     assert all(turn.trajectory is turns[0].trajectory for turn in turns)
-    parents = [None if turn.parent is None else turns.index(turn.parent) for turn in turns]
-    originals = episode.trajectory.turns
-    assert parents == [None if turn.parent is None else originals.index(turn.parent) for turn in originals]
+    assert parents(turns) == parents(recorded.turns)
 
 
-async def test_sequences_cross_with_every_token(episode, cross):
-    for sequence in [*episode.trajectory.sequences(), episode.token_manager]:
+async def test_sequences_cross_with_every_token(recorded, cross):
+    for sequence in [*recorded.sequences(), recorded.latest_main_sequence()]:
         there = cross(sequence)
         assert there.tokens == sequence.tokens and there.segment_info == sequence.segment_info
         assert there.policy_versions == sequence.policy_versions
@@ -1400,21 +1383,26 @@ async def test_results_of_an_evaluation_cross(tmp_path, cross):
     }
 
 
-async def test_a_long_episode_crosses_in_a_size_linear_in_its_tokens(rollout, cross):
-    """A chain of 400 turns was a RecursionError."""
-    _, model = rollout(lambda request: ScriptedAnswer("ok"), server={"context_length": 10**6})
-    messages, sizes = [], {}
+@pytest.fixture(scope="module")
+def long_episodes():
+    """The turns of episodes of 200 and of 400 of them."""
+    recorder, history, episodes = Recorder(), [], []
     for number in range(1, 401):
-        messages += [user("q")]
-        async for _ in model.stream(messages):
-            pass
-        messages += [assistant("ok")]
+        history += [user("q")]
+        recorder.call(history)
+        history += [assistant("ok")]
         if number in (200, 400):
-            sizes[number] = len(pickle.dumps(model.trajectory.turns))
-    there = cross(model.trajectory.turns)
-    assert len(there) == 400 and there[-1].token_ids() == model.trajectory.turns[-1].token_ids()
-    assert cross(model.trajectory.turns[-1]).token_ids() == there[-1].token_ids()
-    assert sizes[400] < 2.2 * sizes[200]
+            episodes.append(copy.deepcopy(recorder.trajectory).turns)
+    return episodes
+
+
+def test_a_long_episode_crosses_in_a_size_linear_in_its_tokens(long_episodes, cross):
+    """A chain of 400 turns was a RecursionError."""
+    half, turns = long_episodes
+    there = cross(turns)
+    assert len(there) == 400 and there[-1].token_ids() == turns[-1].token_ids()
+    assert cross(turns[-1]).token_ids() == there[-1].token_ids()
+    assert len(pickle.dumps(turns)) < 2.2 * len(pickle.dumps(half))
 
 
 def test_a_turn_without_a_trajectory_cannot_be_pickled(rollout, cross):
@@ -1456,23 +1444,15 @@ def test_an_old_trajectory_reads_as_it_did_when_it_was_written(path, tmp_path):
             "tool_parse_errors": trajectory.tool_parse_errors,
         }
 
-    def same(one, other):
-        """NaN equals itself here."""
-        if isinstance(one, dict):
-            return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-        if isinstance(one, list):
-            return len(one) == len(other) and all(map(same, one, other))
-        return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
-
-    def as_json(value):
-        return json.loads(json.dumps(value))
+    def as_text(facts):
+        return json.dumps(facts, sort_keys=True)  # NaN equals itself here
 
     expected = recorded_facts(path)
     del expected["messages"]
     loaded = Trajectory.load(path)
-    assert same(as_json(facts(loaded)), expected)
+    assert as_text(facts(loaded)) == as_text(expected)
     loaded.save(tmp_path / "again")
-    assert same(as_json(facts(Trajectory.load(tmp_path / "again"))), expected)
+    assert as_text(facts(Trajectory.load(tmp_path / "again"))) == as_text(expected)
 
 
 @pytest.mark.parametrize("name", ["tool_loop", "aborts", "helpers"])
@@ -1552,17 +1532,10 @@ async def test_a_file_has_the_text_of_its_tokens_and_who_said_what(recorded, tmp
     assert sampled == "".join(turn["answer"]["text"] for turn in turns if turn["answer"])
     assert sampled == chatml_tokenizer.decode(tensors["output_ids"])
     assert [part[0] for part in turns[0]["said"]][-1] == "user"
-    again = Trajectory.load(tmp_path / "t.safetensors")
-    again.save(tmp_path / "again.safetensors")
-    copied = load_file(tmp_path / "again.safetensors")
-    assert {name: values.tobytes() for name, values in copied.items()} == {
-        name: values.tobytes() for name, values in tensors.items()
-    }
 
 
-def test_the_end_of_an_episode_is_in_its_file(tmp_path):
-    recorder = Recorder()
-    recorder.call([user("q")], "a")
+def test_the_end_of_an_episode_is_in_its_file(recorder, tmp_path):
+    recorder.call(QUESTION)
     recorder.trajectory.note_end(
         outcome=strands_sglang.TerminationReason.TASK_COMPLETE, reward=0.5, turn_rewards={np.int64(0): np.float32(1)}
     )
@@ -1578,23 +1551,18 @@ def test_no_episode_ends_with_an_unknown_outcome():
         Trajectory().note_end(outcome="typo")
 
 
-def test_a_file_can_be_read_by_whom_the_umask_allows(rollout, tmp_path):
-    _, model = rollout(["hi"])
-    make_agent(model)("Hello")
+def test_a_file_can_be_read_by_whom_the_umask_allows(tmp_path):
     usual = tmp_path / "usual"
     usual.touch()
-
-    model.trajectory.save(tmp_path / "episode.safetensors")
-
+    Trajectory().save(tmp_path / "episode.safetensors")
     assert (tmp_path / "episode.safetensors").stat().st_mode == usual.stat().st_mode
 
 
-def test_saving_to_a_pipe_writes_to_it(rollout, tmp_path):
-    _, model = rollout(["one"])
-    make_agent(model)("q")
+def test_saving_to_a_pipe_writes_to_it(recorder, tmp_path):
+    recorder.call(QUESTION)
     pipe = tmp_path / "pipe.safetensors"
     os.mkfifo(pipe)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         content = pool.submit(pipe.read_bytes)
-        model.trajectory.save(pipe)
+        recorder.trajectory.save(pipe)
         assert len(Trajectory.from_bytes(content.result()).turns) == 1
