@@ -95,14 +95,6 @@ def test_every_row_has_the_whole_advantage():
     assert [(row.trained, row.episode_trained) for row in rows][:3] == [(4, 8), (2, 8), (2, 8)]
 
 
-def test_advantages_stand_on_trained_tokens_only():
-    rows = training_rows(batch(1.0, 0.0, make=forked))
-    for row in rows:
-        assert [bool(value) for value in row.advantages] == [bool(mask) for mask in row.loss_mask]
-        assert [value == -0.5 for value in row.logprobs] == [bool(mask) for mask in row.loss_mask]
-        assert len(row) == len(row.token_ids) == len(row.versions) == len(row.tokens)
-
-
 def test_a_row_without_trained_tokens_is_left_out():
     recorder = Recorder()
     recorder.call([user("q")], "a")
@@ -460,7 +452,10 @@ def test_any_history_is_trained_once_and_its_saved_rows_are_bit_equal(
     assert sum(row.trained for row in own) in (0, sum(sum(tokens.loss_mask) for tokens in exported))
     for row in own:
         assert row.trained == sum(row.loss_mask) > 0 and row.episode_trained == sum(one.trained for one in own)
+        assert len(row) == len(row.token_ids) == len(row.versions) == len(row.tokens)
         assert row.advantages == [0.5 * mask for mask in row.loss_mask]
+        known = zip(row.tokens.logprobs, row.loss_mask, strict=True)
+        assert row.logprobs == [value if mask else 0.0 for value, mask in known]
 
     rows = training_rows(
         [

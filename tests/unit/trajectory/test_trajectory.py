@@ -1161,7 +1161,6 @@ def answer_fact(name, value, **more):
     ("change", "told"),
     [
         (column("output_ids", lambda ids: ids.astype("<i8")), "output_ids has the type int64"),
-        (column("output_ids", lambda ids: ids.astype("<f4")), "output_ids has the type float32"),
         (column("prompt_ids", lambda ids: ids.reshape(1, -1)), "prompt_ids has the type int32 and the shape (1, "),
         (column("output_ids", lambda ids: -ids), "output_ids holds -"),
         (column("logprobs", lambda values: values * math.nan), "a logprob that is not a number"),
