@@ -66,7 +66,7 @@ STOPS = {"stop": ["END"], "stop_regex": r"\d+"}
         (["one 22 two"], STOPS, TerminationReason.TASK_COMPLETE),
         ([CALL, "long " * 300], {"max_new_tokens": 100}, TerminationReason.MAX_TOKENS_REACHED),
     ],
-    ids=["a final answer", "a stop string", "a pattern", "max_new_tokens"],
+    ids=["a final answer", "a stop string", "a pattern", "max_new_tokens, inside Strands' wrappers"],
 )
 async def test_the_end_of_the_last_answer_is_the_reason(rollout, answers, sampling_params, reason):
     _, model = rollout(answers, sampling_params=sampling_params)
@@ -93,7 +93,9 @@ async def test_a_context_without_room_for_min_new_tokens_is_full(rollout):
     assert server.refusals == []
 
 
-@pytest.mark.parametrize("configured", [{}, {"context_window_limit": 100_000}])
+@pytest.mark.parametrize(
+    "configured", [{}, {"context_window_limit": 100_000}], ids=["server's limit", "and that of context managers"]
+)
 async def test_a_first_prompt_that_does_not_fit_overflows_the_context(rollout, configured):
     server, model = rollout(["never"], server={"context_length": 20}, **configured)
     end = await episode(model, LONG_QUESTION)
@@ -101,6 +103,18 @@ async def test_a_first_prompt_that_does_not_fit_overflows_the_context(rollout, c
     assert server.requests == []
     assert model.token_manager.initial_prompt_length > 20
     assert sampled(model) == 0
+
+
+async def test_overflow_reported_by_the_server_counts(rollout):
+    async def unknown(base_url=None):
+        return None
+
+    server, model = rollout(["never"], server={"context_length": 20})
+    model.client.context_length = unknown
+    end = await episode(model, LONG_QUESTION)
+    assert termination_reason(end, trajectory=model.trajectory) is TerminationReason.CONTEXT_WINDOW_OVERFLOW
+    assert len(server.refusals) == 1
+    assert model.token_manager.initial_prompt_length > 20
 
 
 async def test_an_observation_that_does_not_fit_overflows_the_context(rollout):
@@ -383,6 +397,7 @@ async def test_parallel_calls_are_one_iteration_and_never_split():
 
 @pytest.mark.parametrize("limits", [{"max_tool_iters": 0}, {"max_tool_calls": 0}])
 def test_a_limit_of_zero_ends_with_the_first_results(limits):
+    """Also if the agent is called synchronously."""
     agent = agent_with(ToolLimiter(**limits, on_limit="stop"), answers=[calls("a"), "never sampled"])
     assert agent("go").stop_reason == "cancelled"
     assert (shape(agent), RAN) == (LOOP, ["a"])
