@@ -6,7 +6,7 @@ import threading
 import uuid
 import warnings
 from contextlib import suppress
-from itertools import cycle
+from itertools import chain, cycle, repeat
 
 import pytest
 from pydantic import BaseModel, Field
@@ -220,7 +220,7 @@ async def test_an_overflow_that_shortens_a_result_opens_a_sequence(judged):
 
 
 def summarizes(request):
-    return "SUMMARY-TEXT" if "summarize this" in request.text else numbered(request)
+    return f"SUMMARY-TEXT-{request.index}." if "summarize this" in request.text else numbered(request)
 
 
 def summarizing(**how):
@@ -647,9 +647,9 @@ async def collect(events):
     return [event async for event in events]
 
 
-def best_of(kept, *, at_once=True):
-    """Middleware that takes one of three answers to the first call."""
-    asked = iter([3, 1])
+def best_of(kept, *, calls=1, at_once=True):
+    """Middleware that takes one of three answers to each of the first calls."""
+    asked = chain([3] * calls, repeat(1))
 
     async def take(context, next_fn):
         streams = [collect(next_fn(context)) for _ in range(next(asked))]
@@ -696,21 +696,17 @@ async def test_parts_replaced_for_one_call_open_a_sequence(judged):
 @needs_middleware
 @pytest.mark.parametrize("kept", [0, 1, 2])
 @pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("shown_by", ["the next call", "the messages at the end"])
-async def test_answers_not_taken_are_discarded(judged, kept, at_once, shown_by):
+async def test_answers_not_taken_are_discarded(judged, kept, at_once):
     judge = judged(numbered)
     agent = judge.agent()
-    agent.add_middleware(InvokeModelStage, best_of(kept, at_once=at_once))
-    await agent.invoke_async("Question-0?")
-    if shown_by == "the next call":
-        await agent.invoke_async("Question-1?")
-    else:
-        judge.settle(agent)
-    judge.check(discarded={0, 1, 2} - {kept})
-    expected = ["discarded"] * 3
-    expected[kept] = "committed" if shown_by == "the next call" else "final"
-    assert judge.statuses()[:3] == expected
-    assert judge.masks() == [[1] * (len(judge.server.requests) - 2)]
+    agent.add_middleware(InvokeModelStage, best_of(kept, calls=2, at_once=at_once))
+    await ask(agent, 2)
+    expected = ["discarded"] * 6
+    expected[kept], expected[3 + kept] = "committed", "final"
+    assert judge.statuses()[:3] == expected[:3]  # the next call shows it
+    judge.settle(agent)  # the messages at the end do
+    assert judge.statuses() == expected
+    judge.check(discarded={0, 1, 2, 3, 4, 5} - {kept, 3 + kept}, masks=[[1, 1]])
 
 
 # Row 6
@@ -838,18 +834,24 @@ def in_session(judge, folder):
 
 
 # Row 15
-@pytest.mark.parametrize("is_recorded", [True, False])
-async def test_a_restored_session_continues_its_record_or_opens_a_sequence(judged, tmp_path, is_recorded):
+async def test_a_restored_session_opens_a_sequence_with_old_answers(judged, tmp_path):
     judge = judged([COMPUTES, "It is 6.", "Welcome back.", "Bye."])
     await in_session(judge, tmp_path).invoke_async("Compute.")
     first = judge.trajectory
     judge.check()
-    if not is_recorded:
-        judge.model.reset()
+    judge.model.reset()
     await ask(in_session(judge, tmp_path), "Do you remember?", "Good.")
     assert "It is 6." in judge.prompt(2)
-    judge.check(*{first, judge.trajectory}, masks=[[1, 1, 1, 1]] if is_recorded else [[1, 1]])
-    assert ("It is 6." in judge.trained_text()) is is_recorded
+    judge.check(first, judge.trajectory, masks=[[1, 1]])
+    assert "It is 6." not in judge.trained_text()
+
+
+# Row 15
+async def test_a_restored_session_continues_an_existing_record(judged, tmp_path):
+    judge = judged([COMPUTES, "It is 6.", "Welcome back."])
+    await in_session(judge, tmp_path).invoke_async("Compute.")
+    await in_session(judge, tmp_path).invoke_async("Do you remember?")
+    judge.check(masks=[[1, 1, 1]])
 
 
 # Row 15
@@ -1719,6 +1721,22 @@ async def test_an_answer_cancelled_after_its_last_event_is_discarded(judged):
 
 
 # Row 11
+@needs_argument("cancel", "message")
+async def test_the_message_of_a_cancel_is_prompt(judged):
+    async def cancelled(request):
+        agent.cancel(message="THE USER WENT HOME")
+        return "Too late."
+
+    judge = judged([COMPUTES, cancelled, "Back again."])
+    agent = judge.agent(TOOLS)
+    await ask(agent, "Compute.", "Question?")
+    assert "THE USER WENT HOME" in judge.prompt(2)
+    judge.check(discarded=[1])
+    assert "THE USER" not in judge.trained_text()
+    assert judge.masks() == [[1, 1]]
+
+
+# Row 11
 @needs_argument("cancel", "after_current_tools")
 async def test_a_cancel_after_the_tools_discards_nothing(judged):
     judge = judged([COMPUTES, "6."])
@@ -2096,6 +2114,16 @@ async def test_a_helper_is_distinct_from_an_agent_saying_the_same(judged):
     assert [turn.is_auxiliary for turn in judge.trajectory.turns] == [False, True, False] * 2
     assert judge.masks() == [[1, 1], [1, 1]]
     assert masks(judge.trajectory) == [[1, 1]] * 3
+
+
+async def test_continuing_from_a_helper_trains_only_own_tokens(judged):
+    judge = judged(["A draft.", "Better."])
+    helper = make_agent(judge.model.auxiliary)
+    await helper.invoke_async("Question?")
+    await judge.agent(messages=helper.messages).invoke_async("Make it better.")
+    judge.check(auxiliary=[0], masks=[[0, 1]])
+    assert masks(judge.trajectory) == [[1, 1]]
+    assert judge.model.token_manager.loss_mask == judge.trajectory.sequences()[0].loss_mask
 
 
 @pytest.mark.parametrize("how", ["helper", "stream"])
