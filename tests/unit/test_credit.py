@@ -136,6 +136,12 @@ def test_rounding_is_no_variance():
     assert group_advantages([0.3, 0.1 + 0.2], normalize_std=True) == [0.0, 0.0]
 
 
+def test_leave_one_out_is_the_mean_of_the_others():
+    rewards = [1.0, 0.25, 3.0, -1.0]
+    expected = [reward - (sum(rewards) - reward) / 3 for reward in rewards]
+    assert group_advantages(rewards, baseline="leave_one_out") == pytest.approx(expected)
+
+
 PLAIN = [plain() for _ in range(4)]
 
 
@@ -435,16 +441,8 @@ def facts(rows):
     return repr((own, rows.left_out, rows.flat_groups, rows.advantages, rows.rewards))
 
 
-@given(PLANS, st.floats(allow_nan=False, allow_infinity=False), st.booleans())
-@settings(max_examples=100, database=None)
-def test_any_history_is_trained_once_and_its_saved_rows_are_bit_equal(
-    chatml_tokenizer, tmp_path_factory, plan, reward, is_trained
-):
-    folder = tmp_path_factory.mktemp("rows")
-    player = Player(chatml_tokenizer, folder)
-    asyncio.run(player.play(plan))
-    trajectory = player.model.trajectory
-
+def check_trained_once(trajectory):
+    """Require that the rows of an episode hold its exported sequences, and train their sampled tokens only."""
     rows = training_rows([Episode(trajectory, 1.0, "g", "a"), *batch(0.0)])
     own = [row for row in rows if row.episode == "a"]
     exported = [tokens for tokens in trajectory.sequences() if any(tokens.loss_mask)]
@@ -457,6 +455,17 @@ def test_any_history_is_trained_once_and_its_saved_rows_are_bit_equal(
         known = zip(row.tokens.logprobs, row.loss_mask, strict=True)
         assert row.logprobs == [value if mask else 0.0 for value, mask in known]
 
+
+@given(PLANS, st.floats(allow_nan=False, allow_infinity=False), st.booleans())
+@settings(max_examples=100, database=None)
+def test_any_history_is_trained_once_and_its_saved_rows_are_bit_equal(
+    chatml_tokenizer, tmp_path_factory, plan, reward, is_trained
+):
+    folder = tmp_path_factory.mktemp("rows")
+    player = Player(chatml_tokenizer, folder)
+    asyncio.run(player.play(plan))
+    trajectory = player.model.trajectory
+    check_trained_once(trajectory)
     rows = training_rows(
         [
             Episode(trajectory, reward, ("g", 1, None), "ä"),
@@ -575,12 +584,15 @@ def test_changed_rows_are_only_shown(tmp_path):
 )
 def test_a_file_without_rows_is_named(tmp_path, change, told):
     path = tmp_path / "rows.safetensors"
-    with pytest.raises(FileNotFoundError):
-        TrainingRows.load(path)
     training_rows(batch(1.0, 0.0)).save(path)
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(RowsFileError, match=f"rows.safetensors: .*{told}"):
         TrainingRows.load(path)
+
+
+def test_a_file_of_rows_that_is_missing_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="rows.safetensors"):
+        TrainingRows.load(tmp_path / "rows.safetensors")
 
 
 @pytest.mark.parametrize(("column", "value"), [("loss_mask", 2), ("versions", -2)])

@@ -253,7 +253,7 @@ def test_a_text_document_is_rendered_with_its_name_and_format(file_format):
     ],
     ids=["text", "list of texts", "bytes", "text of a binary format", "a name that would break out"],
 )
-def test_the_text_of_a_document_may_come_in_several_forms(source, fields, rendered):
+def test_the_text_of_a_document_is_rendered(source, fields, rendered):
     (chat,) = to_chat_messages([user(document(source, **fields))])
     assert chat["content"] == rendered
 

@@ -993,7 +993,8 @@ async def test_the_file_can_be_read_without_this_library(recorded, tmp_path):
 
 
 async def test_routed_experts_come_back_bit_by_bit(recorded, tmp_path):
-    turn = (changed := copy.deepcopy(recorded)).turns[0]
+    changed = copy.deepcopy(recorded)
+    turn = changed.turns[0]
     experts = base64.b64encode(np.arange(turn.generation.routed_rows * 6, dtype="<i4").tobytes()).decode()
     turn.generation = replace(turn.generation, routed_experts=experts)
     changed.save(tmp_path / "t")
