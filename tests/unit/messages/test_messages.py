@@ -16,6 +16,7 @@ from strands_sglang.messages import (
     to_chat_messages,
     to_chat_tools,
 )
+from strands_sglang.messages.said import said_in
 from support.agents import assistant, user
 
 
@@ -144,8 +145,10 @@ def test_system_prompts_and_tools_hold_no_halves_of_surrogate_pairs():
     assert tool["function"]["description"] == tool["function"]["parameters"]["properties"]["a"]["description"] == "caf?"
 
 
-def test_cache_points_are_invisible():
-    assert to_chat_messages([user("x", {"cachePoint": {"type": "default"}})]) == to_chat_messages([user("x")])
+@pytest.mark.parametrize("message", [user, assistant])
+@pytest.mark.parametrize("form", [to_chat_messages, said_in])
+def test_cache_points_are_invisible(form, message):
+    assert form([message("x", {"cachePoint": {"type": "default"}})]) == form([message("x")])
 
 
 def test_tools_take_the_openai_form():
