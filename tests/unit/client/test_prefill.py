@@ -240,7 +240,7 @@ async def test_a_call_that_waits_ends_at_its_deadline():
         await asyncio.Event().wait()
 
     server = ScriptedSGLang(TOKENIZER, never)
-    async with server.client(transport=Primes(server, hang), deadline=0.2, abort_grace=0) as client:
+    async with server.client(transport=Primes(server, hang), deadline=0.5, abort_grace=0) as client:
         calls = (ask(client, text("question")) for _ in range(3))
         errors = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(error) for error in errors] == [SGLangDeadlineError] * 3

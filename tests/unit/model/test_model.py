@@ -203,7 +203,7 @@ async def test_usage_names_prompt_output_and_cached_tokens(rollout):
     assert usage["outputTokens"] == sum(outputs)
     assert usage["totalTokens"] == sum(prompts) + sum(outputs)
     assert usage["cacheReadInputTokens"] == sum(request.cached_tokens for request in server.requests) > 0
-    assert "logprob_start_len" not in server.requests[0].body  # a scored prompt is computed again
+    assert "logprob_start_len" not in server.requests[0].body  # it would keep the server from using its prefix cache
 
 
 async def test_prompt_logprobs_are_recorded_when_asked_for(rollout):
@@ -1683,9 +1683,9 @@ async def test_a_cancel_keeps_all_parts(resuming):
     assert_cut(model, sampled(server, 0) + sampled(server, 1))
 
 
-@pytest.mark.parametrize("sampled_text", ["more ", None])
+@pytest.mark.parametrize(("sampled_text", "status"), [("more ", "cut"), (None, "failed")])
 @pytest.mark.parametrize("on_abort", ["raise", "resume"])
-async def test_a_call_aborted_by_closing_the_client_has_its_own_error(on_abort, sampled_text, resuming):
+async def test_a_call_aborted_by_closing_the_client_has_its_own_error(on_abort, sampled_text, status, resuming):
     """The error must not blame a weight update if this process closed the client."""
     hang = Gate(sampled_text)
     server, model = resuming([hang, "never asked"], on_abort=on_abort)
@@ -1695,9 +1695,10 @@ async def test_a_call_aborted_by_closing_the_client_has_its_own_error(on_abort, 
     with pytest.raises(SGLangAbortedError, match="client was closed while the request ran") as failure:
         await running
     assert "weight" not in str(failure.value)
+    assert termination_reason(failure.value) is TerminationReason.ABORTED
     assert len(server.requests) == 1
     (turn,) = model.trajectory.turns
-    assert turn.status.value == ("failed" if sampled_text is None else "cut")
+    assert turn.status.value == status
     assert turn.output_ids.tolist() == sampled(server, 0)
 
 
