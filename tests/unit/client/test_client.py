@@ -2174,7 +2174,7 @@ async def test_a_client_that_is_dropped_unclosed_closes_its_connections(small_he
 async def test_an_outage_tells_in_how_long_a_call_is_given_up(monkeypatch):
     monkeypatch.setattr("strands_sglang.client.retries.MAX_DELAY_S", 0.2)
     network = network_of(gone=scripted())
-    client = client_in(network, "gone", max_retries=4, retry_delay=0.1)
+    client = client_in(network, "gone", max_retries=8, retry_delay=0.1)
     await client.generate([1])  # it has answered, so only the number of attempts ends a call
     plug(network, gone=None)
     call = asyncio.create_task(client.generate([1]))
