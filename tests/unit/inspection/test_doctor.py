@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -113,8 +114,9 @@ class Folder:
         return tensors["row_offsets"][self.row(facts) :][:2]
 
     def turn(self, facts):
-        """Return the position of an answered turn."""
-        return self.random.choice([n for n, turn in enumerate(facts["turns"]) if turn["answer"]])
+        """Return the position of an answered turn: the first, a later, or the last one, in another sequence."""
+        answered = [n for n, turn in enumerate(facts["turns"]) if turn["answer"]]
+        return answered[self.number // 2 % len(answered)]
 
 
 @pytest.fixture
@@ -376,9 +378,8 @@ def plant_discarded(folder, tensors, facts):
 
 @in_rows("weight")
 def plant_weight(folder, tensors, facts):
-    count = len(facts["rows"])
     tensors["loss_weights"] = np.array([1 / row["episode_trained"] for row in facts["rows"]], "<f8")
-    tensors["loss_weights"][folder.number % count] *= -1
+    tensors["loss_weights"][folder.row(facts)] *= -1
 
 
 @in_rows("not-trained")
@@ -914,10 +915,10 @@ def test_a_run_is_read_by_its_folder(healthy, tmp_path):
     assert len(read([tmp_path / "run"])) == 2
 
 
-def sample(tokenizer, path, text, new_logprob, params):
-    """Write a trajectory of one answer, with a logprob from `new_logprob()` per token."""
+def sample(tokenizer, path, text, logprobs, params):
+    """Write a trajectory of one answer, whose tokens have the next logprobs."""
     ids = tokenizer.encode(text, add_special_tokens=False)
-    answer = ScriptedAnswer(token_ids=ids, logprobs=[new_logprob() for _ in ids], finish_reason="length")
+    answer = ScriptedAnswer(token_ids=ids, logprobs=list(itertools.islice(logprobs, len(ids))), finish_reason="length")
     server = ScriptedSGLang(tokenizer, [answer])
     params = {**params, "max_new_tokens": len(ids)}
     model = SGLangModel(tokenizer=tokenizer, client=server.client(), sampling_params=params)
@@ -940,8 +941,9 @@ def sample(tokenizer, path, text, new_logprob, params):
 def test_siblings_that_one_seed_made_equal_are_named(chatml_tokenizer, tmp_path, params, logprob, kinds):
     for name in ("a", "b"):
         noise = random.Random(name)  # batches differ, so logprobs do in their last digits
+        logprobs = (logprob - noise.random() / 1e6 for _ in itertools.count())
         answer = "an answer that comes once and never again, word by word"
-        sample(chatml_tokenizer, tmp_path / name, answer, lambda: logprob - noise.random() / 1e6, params)  # noqa: B023
+        sample(chatml_tokenizer, tmp_path / name, answer, logprobs, params)
     found = findings(read([tmp_path]))
     assert [one.kind for one in found] == kinds
     assert all("tokens are those of episode a: " in one.why for one in found)
@@ -961,7 +963,6 @@ def test_a_policy_without_entropy_is_not_accused(chatml_tokenizer, tmp_path, par
     """Tokens that are always certain are no fault; certain ones where no others are, are one."""
     for number, logprob in enumerate((suspicious, usual)):
         noise = random.Random(number)
-        answer = "one and the same answer to all of it"
-        new = lambda: logprob * (1 + noise.random() * number)  # noqa: B023, E731
-        sample(chatml_tokenizer, tmp_path / f"{number}", answer, new, params)
+        logprobs = (logprob * (1 + noise.random() * number) for _ in itertools.count())
+        sample(chatml_tokenizer, tmp_path / f"{number}", "one and the same answer to all of it", logprobs, params)
     assert kinds_in(tmp_path) == kinds
