@@ -135,23 +135,23 @@ OTHER_STOP = "the model stopped with '<|endoftext|>' where the chat template wri
 
 
 @pytest.mark.parametrize(
-    ("sampled_end", "is_stop", "adds_end", "why"),
+    ("sampled_end", "is_stop", "added", "kept", "why"),
     [
-        ("<|im_end|>", True, False, None),
-        ("", False, True, None),
-        ("<|im_end|>", False, False, None),  # sampled at the very limit
-        ("</tool_call>", True, True, None),  # a stop token of the turn's own text
-        ("<|endoftext|>", True, True, OTHER_STOP),
-        ("<|endoftext|>", False, True, OTHER_STOP),
+        ("<|im_end|>", True, "", None, None),
+        ("", False, "<|im_end|>", None, None),
+        ("<|im_end|>", False, "", None, None),  # sampled at the very limit
+        ("</tool_call>", True, "<|im_end|>", None, None),  # a stop token of the turn's own text
+        ("<|endoftext|>", True, "<|im_end|>", 1, OTHER_STOP),
+        ("<|endoftext|>", False, "<|im_end|>", 1, OTHER_STOP),
     ],
 )
-def test_the_end_that_a_turn_lacks_is_a_prompt_token(template, sampled_end, is_stop, adds_end, why):
+def test_the_end_that_a_turn_lacks_is_a_prompt_token(template, sampled_end, is_stop, added, kept, why):
     """Another stop token is the only sampled token that is dropped."""
     sampled = [5, *template.encode(sampled_end)]
     prompt = template.continuation(SampledTurn(sampled, sampled[-1] if is_stop else None), [asked("x")], None)
-    end = "<|im_end|>" if adds_end else ""
-    assert template.decode(prompt.token_ids) == f"{end}\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
-    assert (prompt.kept, prompt.why and str(prompt.why)) == (1 if why else None, why)
+    rest = template.encode(f"{added}\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt.token_ids == rest
+    assert (prompt.kept, prompt.why and str(prompt.why)) == (kept, why)
 
 
 @pytest.mark.parametrize(
