@@ -854,7 +854,7 @@ async def test_answer_cannot_close_its_mark():
     ],
 )
 async def test_failed_or_malformed_judgment_is_retried(bad):
-    result = await compute(judge(Judge(bad, GOOD), timeout=0.05))
+    result = await compute(judge(Judge(bad, GOOD), timeout=0.3))
     assert (result.reward, result.info["attempts"]) == (0.8, 2)
 
 
