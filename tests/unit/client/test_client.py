@@ -2022,11 +2022,11 @@ async def test_a_forked_process_leaves_its_parents_connections_alone():
         process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
         _, errors = await process.communicate()
     assert process.returncode == 0 and b"nclosed" not in errors, errors.decode()
-    connections_of = {1: set(), 2: set()}
+    connections = {1: set(), 2: set()}  # by the prompt of the process
     for request in server.requests:
-        connections_of[request.body["input_ids"][0]].add(request.writer)
-    parents, childs = connections_of.values()
-    assert len(childs) == 1 and parents.isdisjoint(childs)
+        connections[request.body["input_ids"][0]].add(request.writer)
+    of_parent, of_child = connections.values()
+    assert len(of_child) == 1 and of_parent.isdisjoint(of_child)
 
 
 async def test_a_forked_process_leaves_its_parents_transport_alone(monkeypatch):
