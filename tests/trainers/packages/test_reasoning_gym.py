@@ -67,7 +67,7 @@ def made_elsewhere():
     """Tasks by family that another process made."""
     program = (
         "import json, sys\nfrom strands_env.environments import reasoning_gym_tasks\n"
-        "tasks = {name: reasoning_gym_tasks(name, 2, seed=3) for name in sys.argv[1:]}\n"
+        "tasks = {name: reasoning_gym_tasks(name, 4, seed=3) for name in sys.argv[1:]}\n"
         "print(json.dumps({name: [one.model_dump_json() for one in made] for name, made in tasks.items()}))"
     )
     command = [sys.executable, "-c", program, *SEEDED]
@@ -78,9 +78,9 @@ def made_elsewhere():
 @pytest.mark.parametrize("family", SEEDED)
 def test_the_same_seed_makes_the_same_tasks_in_another_process(family, made_elsewhere):
     """Made in this process, those of some families depend on the seed of Python's hashes."""
-    tasks = reasoning_gym_tasks(family, 2, seed=3)
+    tasks = reasoning_gym_tasks(family, 4, seed=3)
     assert made_elsewhere[family] == [task.model_dump_json() for task in tasks]
-    assert [task.task_context.id for task in tasks] == [f"{family}/3/{index}" for index in range(2)]
+    assert [task.task_context.id for task in tasks] == [f"{family}/3/{index}" for index in range(4)]
 
 
 def test_settings_belong_to_the_task():

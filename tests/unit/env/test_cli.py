@@ -69,7 +69,7 @@ def command(server, tokenizer_path, dataset, tmp_path):
 
 @pytest.fixture
 def quick(command):
-    """The command with a reward that starts no other process, for tests of its own process."""
+    """The command with a reward that needs no worker process."""
     return [*command, "--reward", "exact", "--reward-args", '{"boxed": true}']
 
 
@@ -128,7 +128,7 @@ def test_concurrency_may_follow_the_server(command, server, tmp_path, capsys):
 
 def test_auto_without_reports_of_load_says_what_it_does(quick, server, capsys, caplog, monkeypatch):
     caplog.set_level(logging.WARNING)  # the command's own level is gone after the test
-    monkeypatch.setattr(logging.root, "handlers", [])  # as in a process of its own, whose log is its standard error
+    monkeypatch.setattr(logging.root, "handlers", [])  # as in a new process, which logs to standard error
     server.overrides["/v1/loads"] = ScriptedResponse(404)
     assert run([*quick, "--limit", 1, "--concurrency", "auto"]) == 0
     assert "no server reports its load" in capsys.readouterr().err
@@ -236,7 +236,7 @@ def test_a_run_killed_repeatedly_loses_and_repeats_no_sample(quick, server, tmp_
             assert asked[prompt] == missing if exactly else asked[prompt] <= missing
 
     path = tmp_path / "out" / "results.jsonl"
-    for wanted in (5, 12):
+    for wanted in (4, 9, 14):
         before, asked = finished_by_prompt(path), len(server.requests)
         with start(quick) as process:
             deadline = time.monotonic() + 60
