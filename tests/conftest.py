@@ -1,3 +1,5 @@
+import gc
+
 import hypothesis
 import pytest
 
@@ -27,6 +29,14 @@ def pytest_addoption(parser):
 def chatml_tokenizer():
     """A small real ChatML tokenizer; `support.agents.build_chatml_tokenizer` has variants of it."""
     return build_chatml_tokenizer()
+
+
+@pytest.fixture
+def small_heap():
+    """Hides from the garbage collector what exists before the test and would take it a second to walk."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -79,12 +79,14 @@ def refused(grammar, info, ids):
 def walk(grammar, info, stop_ids, chance, pieces, ends):
     """Sample a text of pieces that fit, spelled as far as the grammar allows, or of any tokens."""
     mask = Mask(grammar, info)
-    firsts = {id(liked): np.array([piece[0] for piece in liked]) for liked in (pieces, ends)}
+    begins_piece, begins_end = (np.array([piece[0] for piece in liked]) for liked in (pieces, ends))
     ids = []
     while not mask.matcher.is_terminated() and len(ids) < LIMIT:
         is_allowed = mask.read()
-        liked = ends if len(ids) > LONG and chance.random() < 0.7 else pieces
-        fitting = [liked[number] for number in np.flatnonzero(is_allowed[firsts[id(liked)]])]
+        liked, begins = pieces, begins_piece
+        if len(ids) > LONG and chance.random() < 0.7:
+            liked, begins = ends, begins_end
+        fitting = [liked[number] for number in np.flatnonzero(is_allowed[begins])]
         stops = [[stop] for stop in stop_ids if is_allowed[stop]]
         if stops and (len(stops) == np.count_nonzero(is_allowed) or chance.random() < 0.5):
             fitting = stops

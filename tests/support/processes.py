@@ -71,7 +71,7 @@ def run_example(name, *arguments, timeout=120):
 
 
 def run_script(script, *arguments, timeout=120, environment=os.environ):
-    """Run a Python script to its end, in a process of its own."""
+    """Run a Python script in its own process, and wait for it."""
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdout", "stderr")]
         line = [str(script), *map(str, arguments)]

@@ -48,7 +48,6 @@ from strands_sglang.exceptions import (
 from strands_sglang.local.server import free_port
 from strands_sglang.protocol.wire import EncodedIds
 from strands_sglang.testing import ScriptedAnswer, ScriptedFault, ScriptedResponse
-from support import garbage
 from support.agents import advance, build_chatml_tokenizer, idle_for
 from support.servers import (
     OK,
@@ -1939,9 +1938,6 @@ def test_client_works_in_several_threads_at_once(threaded_server):
     threads = [threading.Thread(target=lambda: asyncio.run(call_ten())) for _ in range(4)]
     run_all(threads)
     assert answers == [generation()] * 40
-
-
-small_heap = garbage.small_heap  # a fixture
 
 
 @pytest.fixture

@@ -883,8 +883,8 @@ async def test_attempts_at_a_goal_are_trained_once(judged, caplog, keeps_history
     judge.settle(agent)
     judge.check()
     assert "discarded" not in judge.statuses()
-    # Attempts that start over reset the agent's whole state, as if another agent had asked. In the second invocation
-    # the agent has a state to go back to, and the answer that it had kept is in front of every attempt.
+    # An attempt that starts over resets the agent's whole state, as if another agent had asked. The second invocation
+    # resets it to the state after the first, so every attempt begins with the answer kept there.
     expected = [[1] * 6] if keeps_history else [[1], [1], [1, 1], [0, 1], [0, 1]]
     assert judge.masks() == expected
     assert "NOT GOOD ENOUGH" in judge.prompt(1)

@@ -63,7 +63,6 @@ from strands_sglang.testing import (
     bodies,
 )
 from strands_sglang.tool_parsers import HermesToolParser, ToolParser, ToolParseResult
-from support import garbage
 from support.agents import (
     CHATML_TEMPLATE,
     Gate,
@@ -1470,9 +1469,6 @@ async def test_hook_reports_survive_a_file_and_a_copy(rollout):
         assert [turn.was_added for turn in kept.turns] == [True]
         kept.settle(agent.messages)
         assert statuses(kept) == ["final"]
-
-
-small_heap = garbage.small_heap  # a fixture
 
 
 async def test_hooks_keep_nothing_alive(rollout, small_heap):

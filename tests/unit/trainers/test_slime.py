@@ -40,7 +40,6 @@ from strands_sglang.trainers.slime import (
     make_reward,
     to_slime_samples,
 )
-from support import garbage
 from support.agents import call, make_agent, make_tools
 from support.histories import PLANS, Player
 from support.pages import blocks
@@ -479,9 +478,6 @@ async def test_data_for_replay_is_requested(monkeypatch):
 def test_invalid_settings_are_errors_at_once(settings, message):
     with pytest.raises(ValueError, match=message):
         make_generate(**settings)
-
-
-small_heap = garbage.small_heap  # a fixture
 
 
 async def test_facts_about_a_server_outlive_a_rollout(small_heap):
