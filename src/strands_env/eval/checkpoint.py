@@ -614,7 +614,7 @@ class ResultsReader:
         self.path = Path(path)
         file = results_file(path)
         self._files = {side_file(file, ".failures.jsonl"): False, file: True}
-        self._ends = dict.fromkeys(self._files, 0)
+        self._ends: dict[Path, int] = {}
         self._last: dict[Path, tuple[RecordPlace, bytes]] = {}  # the last complete record of each
         self._samples: dict[Path, dict[str, EvalSample]] = {one: {} for one in self._files}
         self._run: Run | None = None
