@@ -1622,6 +1622,10 @@ def test_identified_classes_keep_their_signatures():
         Strict(least=1, most=2)
 
 
+def test_an_argument_that_is_given_its_default_leaves_the_identity():
+    assert Scripted(level=1).identity() == Scripted().identity() != Scripted(level=2).identity()
+
+
 def test_classes_in_results_keep_their_paths():
     """A class that moves gets another identity: results of earlier releases would be refused."""
     paths = {

@@ -93,7 +93,7 @@ def test_response_aborted_in_the_queue_may_lack_keys():
         (response(meta={"e2e_latency": "NaN"}), "e2e_latency is nan"),
         (response(meta={"prompt_tokens": None}), "complete"),
         (response(meta={"weight_version": {}}), "weight_version is {}"),
-        (response(output_ids=[-7, 2], meta={"output_token_logprobs": [[-1, -7, None], [-1, 2, None]]}), "no id"),
+        (response(output_ids=[-1, 2], meta={"output_token_logprobs": [[-1, -1, None], [-1, 2, None]]}), "no id"),
         (response(output_ids=[True, 2], meta={"output_token_logprobs": [[-1, 1, None], [-1, 2, None]]}), "no id"),
         (response(meta={"finish_reason": {"type": "stop", "matched": ""}}), "unknown finish reason"),
         (response(meta={"finish_reason": {"type": "error", "message": "oom"}}), "unknown finish reason.*oom"),

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,14 @@ def test_a_document_gives_the_rows_of_its_episode(episode, tmp_path):
     path.write_text(json.dumps(document))
     [group] = read([path])
     assert len(group.episodes[0].trajectory.turns) == len(again.trajectory.turns)
+
+
+def test_an_episode_without_a_reward_yet_keeps_its_trained_tokens():
+    """Harbor's verifier scores an episode after its document is written."""
+    episode = episodes()[0]
+    unscored = from_atif(to_atif(replace(episode, reward=None)))
+    assert unscored.reward is None
+    assert rows_of(replace(unscored, reward=1.0)) == rows_of(episode)
 
 
 def test_a_document_reads_as_a_conversation():
