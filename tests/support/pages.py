@@ -14,7 +14,7 @@ from unittest import mock
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.tool_parsers import TOOL_PARSER_REGISTRY
 from support.agents import call
-from support.processes import run_script
+from support.processes import run_fork
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -164,5 +164,5 @@ def _run_commands(text, where):
         command, *arguments = shlex.split(line, comments=True) or [""]
         # tests/integration serves.
         if command in ("strands-sglang", "strands-env") and arguments[:1] != ["serve"]:
-            run = run_script(scripts / command, *arguments, timeout=240, environment=environment)
+            run = run_fork(scripts / command, *arguments, timeout=240, environment=environment)
             assert run.returncode == 0, f"{where}: {line}\n{run.stdout}{run.stderr}"

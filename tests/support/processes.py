@@ -1,4 +1,4 @@
-"""Processes of this machine: running scripts, and finding processes of worlds."""
+"""Processes: of worlds, of examples, and of commands that are forks."""
 
 import contextlib
 import multiprocessing
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 PATIENCE_S = 60
 
@@ -36,28 +37,36 @@ def processes():
 
 
 def starters(owner):
-    """Return the processes that start one owner's worlds, at most one unless the owner is gone."""
+    """Return the processes that start one owner's worlds, and the worlds' first processes, which are forks of them."""
     commands = {pid: command for pid, (_, command) in processes().items()}
     return {pid for pid, command in commands.items() if "inside.starter" in command and f"\0{owner}\0" in command}
 
 
 def running(owner):
     """Return the processes of one owner's worlds with their commands: first processes, and all below them."""
-    found, first = processes(), starters(owner)
-    first = {pid for pid in first if found.get(pid, (0,))[0] not in first}
-    family = set(first)
+    found, family = processes(), starters(owner)
     while more := {pid for pid, (parent, _) in found.items() if parent in family} - family:
         family |= more
-    return {pid: found[pid][1] for pid in sorted(family - first) if pid in found}
+    # Only the starter is a child of the owner: a world that outlives its starter is found, too.
+    return {pid: found[pid][1] for pid in sorted(family) if pid in found and found[pid][0] != owner}
 
 
 # --- scripts ---
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-# Most of a script's time is imports. These are made once, in a process that each script is a fork of.
-_WARM = multiprocessing.get_context("forkserver")
-_WARM.set_forkserver_preload(
+
+def run_example(name, *arguments, timeout=120):
+    """Run `examples/NAME.py` as its users do, to its end."""
+    command = [sys.executable, EXAMPLES / f"{name}.py", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+# Most of a command's time is imports. These are made once, in a process that each command is a fork of. So commands
+# share its modules, its hash seed and what imports read from the environment, and leave without exit handlers. A failed
+# preload is an EOFError here; its reason is on standard error.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
     [
         *("strands_env.cli", "strands_env.environments.calculator", "strands_env.eval", "strands_env.rewards"),
         *("strands_sglang.cli", "strands_sglang.viewer", "transformers.models.auto.tokenization_auto", "torch"),
@@ -65,23 +74,26 @@ _WARM.set_forkserver_preload(
 )
 
 
-def run_example(name, *arguments, timeout=120):
-    """Run `examples/NAME.py` to its end."""
-    return run_script(EXAMPLES / f"{name}.py", *arguments, timeout=timeout)
-
-
-def run_script(script, *arguments, timeout=120, environment=os.environ):
-    """Run a Python script in its own process, and wait for it."""
+def run_fork(script, *arguments, timeout, environment):
+    """Run a Python script in a fork of a process that has imported the library, and wait for it."""
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdout", "stderr")]
+        for stream in streams:
+            stream.touch()
         line = [str(script), *map(str, arguments)]
-        process = _WARM.Process(target=_run_script, args=(line, os.getcwd(), dict(environment), streams))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
+        process = _FORKS.Process(target=_run_script, args=(line, os.getcwd(), dict(environment), streams))
+        with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # the first command starts the server
+            process.start()
+        try:
+            process.join(timeout)
+            is_late = process.exitcode is None
+        finally:  # pytest's limit and Ctrl-C raise in join(), and multiprocessing waits for children when it exits
             process.kill()
-            raise subprocess.TimeoutExpired(line, timeout)
-        return subprocess.CompletedProcess(line, process.exitcode, *(stream.read_text() for stream in streams))
+            process.join()
+        said = [stream.read_text() for stream in streams]
+        if is_late:
+            raise subprocess.TimeoutExpired(line, timeout, *said)
+        return subprocess.CompletedProcess(line, process.exitcode, *said)
 
 
 def _run_script(line, folder, environment, streams):
@@ -89,7 +101,7 @@ def _run_script(line, folder, environment, streams):
     os.environ.clear()
     os.environ.update(environment)
     for number, stream in enumerate(streams, 1):
-        os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(stream, os.O_WRONLY | os.O_APPEND), number)
     sys.argv = line
     sys.path[:0] = [str(Path(line[0]).parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     runpy.run_path(line[0], run_name="__main__")

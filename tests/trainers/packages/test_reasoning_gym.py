@@ -72,7 +72,8 @@ def made_elsewhere():
     )
     command = [sys.executable, "-c", program, *SEEDED]
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
-    return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(ran.stdout)
 
 
 @pytest.mark.parametrize("family", SEEDED)
