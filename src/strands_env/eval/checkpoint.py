@@ -48,6 +48,7 @@ import logging
 import math
 import mmap
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -1006,6 +1007,8 @@ _MAX_DEPTH = 100
 _MAX_BITS = 14_000
 """Most bits of an integer, since Python writes at most 4,300 digits. Larger ones are written as hexadecimal text."""
 
+_MANY_DIGITS = re.compile(rb"\d{20}")
+
 
 def encode(value: Any) -> bytes:
     """Encode a value as one line of JSON, newline included."""
@@ -1022,12 +1025,14 @@ def decode(line: bytes) -> Any:
         ValueError: The line is not JSON.
     """
     try:
-        return orjson.loads(line)
+        if not _MANY_DIGITS.search(line):  # orjson reads integers of more than 64 bits as floats
+            return orjson.loads(line)
     except ValueError:
-        try:
-            return json.loads(line)  # accepts escaped lone surrogates and large integers
-        except RecursionError as error:
-            raise ValueError("it is nested too deeply") from error
+        pass  # an escaped lone surrogate
+    try:
+        return json.loads(line)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def digest(value: Any) -> str:

@@ -22,7 +22,7 @@ from types import ModuleType
 import anyio
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from strands_env.core import (
     Action,
@@ -597,6 +597,7 @@ async def test_cost_of_a_record_does_not_grow_with_the_file(tmp_path, monkeypatc
         max_leaves=8,
     )
 )
+@example({"factorial": math.factorial(30)})
 def test_json_values_survive_a_round_trip(value):
     assert decode(encode(value)) == value
 

@@ -690,7 +690,7 @@ async def test_results_that_a_hook_has_removed_replay(tokenizer, tmp_path, when,
         assert one.is_same, one
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), (1, 2), {1: 2, "a": 3}])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), (1, 2), {1: 2, "a": 3}, 3**60])
 async def test_results_that_a_file_holds_in_another_form_replay(tokenizer, tmp_path, value):
     @tool
     def odd() -> dict:
