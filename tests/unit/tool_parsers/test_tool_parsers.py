@@ -634,6 +634,26 @@ def test_a_broken_call_keeps_its_attempted_name(body):
     assert only(f"<tool_call>{body}</tool_call>").attempted_name == "search"
 
 
+def test_a_broken_call_has_no_name_of_the_next_one():
+    broken, good = parse("<tool_call>{oops}</tool_call>\n" + written("search"))
+    assert (broken.attempted_name, good.name) == (None, "search")
+
+
+@pytest.mark.parametrize("key", [" dry_run", "dry_run ", '"dry_run"'])
+def test_a_key_of_gemma_that_is_not_bare_is_refused(key):
+    """Strands ignores an unknown argument: the tool would run without it."""
+
+    def parsed(key, *properties):
+        text = f"<|tool_call>call:rm{{path:1,{key}:true}}<tool_call|>"
+        return get_tool_parser("gemma4").parse(text, tools=[tool("rm", dict.fromkeys(properties, {}))])
+
+    (result,) = parsed(key, "path", "dry_run")
+    assert_refused(result, ToolCallStatus.MALFORMED)
+    assert "write dry_run" in result.error
+    assert parsed("dry_run", "path", "dry_run")[0].input == {"path": 1, "dry_run": True}
+    assert parsed(key, "path", key)[0].input == {"path": 1, key: True}  # a name that a schema declares
+
+
 def test_the_marks_can_be_changed():
     parser = HermesToolParser(tool_start_token="[call]", tool_end_token="[/call]")
     (result,) = parser.parse('<tool_call>[call]{"name": "f"}[/call]')

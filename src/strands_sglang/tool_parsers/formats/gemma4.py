@@ -8,6 +8,7 @@ with a newline and `<channel|>`.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 from ..base import Element, Grammar, ToolParser, Writer, register_tool_parser
@@ -20,6 +21,7 @@ from ..reading import (
     Mark,
     MarkedText,
     MarkKind,
+    property_schema,
     shorten,
     strict_json,
 )
@@ -64,6 +66,12 @@ class Gemma4ToolParser(ToolParser):
             raise BrokenCallError(start.end, f"{self.tool_start_token} must be followed by call:NAME{{")
         try:
             arguments, end = _object(turn, name.end(), MAX_JSON_DEPTH)
+            schema = (turn.schemas or {}).get(name.group(1))
+            declared = partial(property_schema, schema, root=schema, declared=True)
+            for key in arguments:  # Strands ignores an unknown argument, and would run the tool without it
+                bare = key.strip(" \t'\"")
+                if declared(key) is None and declared(bare) is not None:
+                    raise InvalidValueError(f"the key {shorten(key)} is not bare: write {bare}", end)
             close = turn.mark_at(MarkKind.CALL_END, end)
             if close is None:
                 raise InvalidValueError(f"expected {self.tool_end_token}", end)

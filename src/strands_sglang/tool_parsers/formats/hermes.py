@@ -40,7 +40,9 @@ class JSONObject:
         text, begin = turn.text, skip_space(turn.text, start.end)
 
         def broken(position: int, problem: str) -> BrokenCallError:
-            name = _NAME_IN_BROKEN_JSON.search(text, start.end, start.end + _NAME_SEARCHED)
+            marks = (turn.find(kind, start.end) for kind in (MarkKind.CALL_START, MarkKind.CALL_END))
+            stop = min((mark.start for mark in marks if mark is not None), default=len(text))
+            name = _NAME_IN_BROKEN_JSON.search(text, start.end, min(stop, start.end + _NAME_SEARCHED))
             return BrokenCallError(position, problem, name and name.group(1))
 
         if not text.startswith("{", begin):
