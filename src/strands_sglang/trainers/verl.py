@@ -84,15 +84,13 @@ class ServerManagerTransport(httpx.AsyncBaseTransport):
     verl keeps an episode on one server by its request id, for which the routing key is used.
     """
 
-    def __init__(self, server_manager: Any, rollout: Any = None) -> None:
+    def __init__(self, server_manager: Any) -> None:
         """Set up.
 
         Args:
             server_manager: The `server_manager` of verl's `AgentLoopBase`.
-            rollout: verl's settings of the rollout, whose lengths limit an answer.
         """
         self._server_manager = server_manager
-        self._rollout = rollout
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the response of verl's servers, in the form of SGLang's."""
@@ -104,8 +102,6 @@ class ServerManagerTransport(httpx.AsyncBaseTransport):
         if refused:
             return _response(request, 400, {"error": {"message": f"verl's server manager has no {min(refused)}"}})
         params = body["sampling_params"]
-        if limit := self._limit(len(body["input_ids"]), params.get("max_new_tokens")):
-            params["max_new_tokens"] = limit
         output = await self._server_manager.generate(
             request_id=body.get("routing_key") or rid,
             prompt_ids=body["input_ids"],
@@ -115,6 +111,7 @@ class ServerManagerTransport(httpx.AsyncBaseTransport):
         # verl names the end as its backend does: SGLang's reasons, or "completed" and "aborted".
         finish = {"completed": "stop", "aborted": "abort", None: "stop"}.get(output.stop_reason, output.stop_reason)
         # verl's vLLM server names an answer that was cut at the limit "completed", too.
+        limit = params.get("max_new_tokens")
         if output.stop_reason in ("completed", None) and limit and len(ids) >= limit:
             finish = "length"
         meta: dict[str, Any] = {
@@ -136,18 +133,6 @@ class ServerManagerTransport(httpx.AsyncBaseTransport):
                 "weight_versions": [{"version": str(first), "start": 0, "end": len(ids)}],
             }
         return _response(request, 200, {"text": "", "output_ids": ids, "meta_info": meta})
-
-    def _limit(self, prompt: int, asked: int | None) -> int | None:
-        """Return the number of tokens at which verl's servers cut an answer; None if nothing tells.
-
-        They do not report it. The rule is that of `vllm_async_server.py` and `async_sglang_server.py` in verl 0.9.1.
-        """
-        rollout = self._rollout
-        if rollout is None:
-            return asked
-        whole = rollout.prompt_length + rollout.response_length
-        limit = min(rollout.response_length, whole - prompt) if asked is None else asked
-        return max(1, min(limit, (getattr(rollout, "max_model_len", None) or whole) - prompt))
 
 
 def _response(request: httpx.Request, status: int, content: dict[str, Any]) -> httpx.Response:
@@ -272,13 +257,20 @@ def agent_loop(
                 self, sampling_params: dict[str, Any], fields: Mapping[str, Any], takes_lists: bool
             ) -> list[Any]:
                 rollout = self.config.actor_rollout_ref.rollout
-                client = SGLangClient("http://verl", transport=ServerManagerTransport(self.server_manager, rollout))
+                client = SGLangClient("http://verl", transport=ServerManagerTransport(self.server_manager))
+                given = {key: value for key, value in sampling_params.items() if key != "logprobs"}
                 model = SGLangModel(
                     tokenizer=self.tokenizer,
                     client=client,
-                    sampling_params={key: value for key, value in sampling_params.items() if key != "logprobs"},
+                    sampling_params={"max_new_tokens": rollout.response_length, **given},
                     **model_config,
                 )
+                # What verl's servers do not report. Their limits are those of `vllm_async_server.py` and
+                # `async_sglang_server.py` in verl 0.9.1, and the tokenizer is that of the model that they serve.
+                (server,) = client.servers
+                lengths = (rollout.prompt_length + rollout.response_length, getattr(rollout, "max_model_len", None))
+                server.context_length = min(filter(None, lengths))
+                server.tokenizers[model.chat_template.tokenizer] = True
                 episode = await run_episode(model, fields)
                 outputs = agent_loop_outputs(
                     episode,

@@ -394,6 +394,27 @@ async def test_an_answer_that_verl_cuts_never_looks_complete(reason, asked):
     assert [sampling["max_new_tokens"] for _, _, sampling in manager.calls] == [12]
 
 
+async def test_the_model_knows_the_context_of_verls_servers(caplog):
+    """They report neither their context nor their tokenizer, and an answer must leave room for the row."""
+    tokenizer = build_chatml_tokenizer()
+    manager = ServerManager(([*tokenizer.encode("Yes."), tokenizer.eos_token_id], "completed", 1))
+
+    @agent_loop("short")
+    async def short(model, fields):
+        await make_agent(model).invoke_async("Tell me.")
+        assert model.context_window_limit == 50
+        return Episode(model.trajectory, 1.0, "g")
+
+    loop = object.__new__(short)
+    loop.server_manager, loop.tokenizer = manager, tokenizer
+    rollout = SimpleNamespace(prompt_length=10, response_length=40, max_model_len=1000)
+    loop.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    await loop.run({"temperature": 1.0})
+    ((_, prompt, sampling),) = manager.calls
+    assert 10 < len(prompt) and sampling["max_new_tokens"] == 50 - len(prompt)
+    assert "does not report" not in caplog.text and "unproven" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
