@@ -11,9 +11,10 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from anyio.from_thread import start_blocking_portal
 
 from .client import SGLangClient, normalize_base_urls, slime_client_arguments
 
@@ -166,6 +167,13 @@ def _is_reachable(address: str) -> bool:
 
 
 def run_apart(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in an event loop of its own: for synchronous code, which a running loop may have called."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, work).result()
+    """Run a coroutine for synchronous code: in a thread if the caller's event loop is running, as in a notebook.
+
+    Ctrl-C cancels it.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with start_blocking_portal() as thread:
+        return thread.call(lambda: work)

@@ -616,7 +616,7 @@ class GRPORollouts:
                 journal.acknowledge()
             self._untrained, self._sampled_at = [], step
         size = arguments.num_generations
-        groups = asyncio.run(self._run_groups(prompts[::size]))
+        groups = run_apart(self._run_groups(prompts[::size]))  # a notebook has a running loop
         rows = TrainingRows.joined(groups)
         self._untrained += rows.journals
         most = max(map(len, groups), default=0)

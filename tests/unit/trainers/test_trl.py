@@ -1,6 +1,8 @@
 """What of the TRL adapter needs no trainer; tests/trainers/trl has the rest."""
 
+import asyncio
 import queue
+import signal
 import threading
 from array import array
 from dataclasses import make_dataclass
@@ -68,12 +70,13 @@ def test_the_first_error_of_an_update_is_raised(respx_mock):
 def grpo_trainer(processes=1):
     settings = {"scale_rewards": "none", "num_iterations": 1, "loss_type": "dapo"}
     steps = {
-        "num_generations": 2,
+        "num_generations": 4,
         "num_generations_eval": None,
         "steps_per_generation": 1,
         "gradient_accumulation_steps": 1,
         "mask_truncated_completions": False,
         "beta": 0.0,
+        "max_completion_length": 100,
     }
     return SimpleNamespace(
         args=make_dataclass("Settings", {**settings, **steps})(**settings, **steps),
@@ -81,6 +84,7 @@ def grpo_trainer(processes=1):
         state=SimpleNamespace(global_step=0),
         accelerator=SimpleNamespace(num_processes=processes, unwrap_model=lambda model: model),
         model=torch.nn.Linear(2, 2),
+        processing_class=SimpleNamespace(pad_token_id=0, eos_token_id=0),
     )
 
 
@@ -235,7 +239,46 @@ def grpo_rows(episodes):
     async def run_episode(prompt):
         return next(left)
 
-    GRPORollouts(run_episode, group_size=2)(["x"] * 2, grpo_trainer())
+    return GRPORollouts(run_episode, group_size=2)(["x"] * 4, grpo_trainer())
+
+
+def in_a_notebook(work):
+    """Call `work` where a loop runs, as a cell does. Ctrl-C raises: `asyncio.run` would cancel the cell."""
+
+    async def cell():
+        return work()
+
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(cell())
+    finally:
+        loop.close()
+
+
+def test_rollouts_run_in_a_notebook():
+    recorders = Recorder(), Recorder()
+    for recorder in recorders:
+        recorder.call([user("q")], "a")
+    episodes = [Episode(one.trajectory, reward, "g") for one, reward in zip(recorders, (0.0, 1.0), strict=True)]
+    rows = in_a_notebook(lambda: grpo_rows(episodes))
+    assert rows == grpo_rows(episodes) and sum(map(sum, rows["env_mask"])) == 4
+
+
+def test_ctrl_c_in_a_notebook_ends_the_rollouts():
+    begun, ended = [], []
+
+    async def run_episode(prompt):
+        begun.append(prompt)
+        if len(begun) == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(prompt)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_a_notebook(lambda: GRPORollouts(run_episode, group_size=2)(["x"] * 4, grpo_trainer()))
+    assert ended == ["x", "x"]
 
 
 @pytest.mark.parametrize(
