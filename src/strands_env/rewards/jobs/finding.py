@@ -48,14 +48,20 @@ _RETRACTED = re.compile(
     re.IGNORECASE,
 )
 _RIGHT = re.compile(
-    r"(?:\bit(?:'s| is)|\bshould be|\b(?:value|answer|result) is)\s{1,9}(?:\$[^$\n]+\$|-?[\d./]*\d)"
-    r"\W{0,3}(?:$|[.;,)!])",
+    r"(?:(?:^|[.!?\n]\s{0,9}|\b(?:but|so|no)\W{1,3})(?:it|that)(?:'s| is)|\b(?:it|that|this|answer|result) should be"
+    r"|\b(?:answer|result) is)\s{1,9}(?:\$[^$\n]+\$|-?[\d./]*\d)\W{0,3}(?:$|[.;,)!])",
     re.IGNORECASE,
+)
+# A check that ends well takes nothing back.
+_CONFIRMED = re.compile(
+    r"\A(?:(?!\b(?:answers?|mistaken?|wrong|incorrect|instead|actually|sorry|not|never)\b|n't\b).)*"
+    r"(?:\b(?:works|correct|right|yes|holds|verified|confirmed|checks out|as (?:required|expected))|✓)\W{0,9}\Z",
+    re.IGNORECASE | re.DOTALL,
 )
 _DOUBTED = re.compile(
     r"\b(?:maybe|perhaps|possibly|probably|might|may|could|can(?:no|')t|not|\w*n't|never|neither|either|nor|guess\w*"
     r"|unsure|uncertain|whether|false|no longer|anything but|other than|except|about|approximately|roughly|around"
-    r"|nearly|almost|no solutions?|exceed\w*|reject\w*|exclud\w*|discard\w*|fails?|over|under|than|least"
+    r"|nearly|almost|hope|no solutions?|exceed\w*|reject\w*|exclud\w*|discard\w*|fails?|over|under|than|least"
     r"|most|between|or so)\b",
     re.IGNORECASE,
 )
@@ -83,6 +89,15 @@ _ANCHOR = re.compile(
     r"|\b(?:solutions?|choice|option)\b[^.\n$\\]{0,40}?(?:\bis\b|\bare\b|:))"
     r"[ \t]*:?\s*(?:the )?",
     re.IGNORECASE | re.MULTILINE,
+)
+# Between two anchors that introduce one answer: "Answer: The final answer is 5".
+_LEADS_ON = re.compile(r"(?:\W|\b(?:the|my|our|final|correct|right)\b)*", re.IGNORECASE)
+_DISPLAY = re.compile(r"\$\$\s*([^$]+?)\s*\$\$|\\\[\s*((?:(?!\\\[).)+?)\s*\\\]", re.DOTALL)
+# What chats end with says nothing about the answer.
+_CLOSING = re.compile(
+    r"(?:^|(?<=[.!?\n]))\s{0,9}(?:(?:please )?(?:let me know|feel free)\b|if you (?:have|need|want|would)\b"
+    r"|is there any|do you have any|would you like|i hope (?:this|that|it) (?:is correct|helps))[^\n\d$\\]*\Z",
+    re.IGNORECASE,
 )
 _IS = re.compile(r"(?:\b(?:is|are|equals|be|gives?|get|have|falls on)|\bit's)\s+|(?<![<>!:])=\s*", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?:(?<!\b[ap])\.(?=\s|\*|$)|[!?](?=\s+[A-Z]|\s*$)|\n\s*\n)")
@@ -145,7 +160,8 @@ def boxed_answer(text: str) -> str | None:
     start, begin, end = boxes.pop()
     rest = text[end : end + MAX_REST_CHARS]
     is_repeated = rf"(?:=|\b(?:is|it's))[\s$]*{re.escape(text[begin:end])}(?![\w.^])[^\d$\\]*$"
-    if (_RIGHT.search(rest) or _end_of_retracted(rest)) and not re.search(is_repeated, rest):
+    is_taken_back = _RIGHT.search(rest) or (_end_of_retracted(rest) and not _CONFIRMED.match(rest))
+    if is_taken_back and not re.search(is_repeated, rest):
         return None
     doubt = _DOUBTED_BOX.search(text[:start][-40:])
     after = text[end + 1 :] if _ALTERNATIVE.match(text, end + 1) else ""
@@ -191,24 +207,29 @@ def answer_in(text: str) -> str | None:
     after "So," or similar words; else what the last sentence equates something to; else the last formula or number.
     """
     text = rewritten(text, _REJECTED)
-    text = rewritten(text[_end_of_retracted(text) :], _LINKS)
+    text = rewritten(_CLOSING.sub("", text[_end_of_retracted(text) :]), _LINKS)
     anchors = list(_ANCHOR.finditer(text))
     if anchors:
-        *_, sentence = _SENTENCE.split(text[: anchors[-1].start()])
+        last = anchors.pop()
+        *_, sentence = _SENTENCE.split(text[: last.start()])
         if _REFUSED.search(sentence) or _DOUBTED.search(_clause(sentence)):
-            return sentence + text[anchors[-1].start() :][:MAX_PHRASE_CHARS]
-        line = text.rfind("\n", 0, anchors[-1].start())
-        answers = (_introduced(text[anchor.end() :]) for anchor in anchors[-2:] if anchor.start() > line)
+            return sentence + text[last.start() :][:MAX_PHRASE_CHARS]
+        answers = [_introduced(text[last.end() :])]
+        line = text.rfind("\n", 0, last.start())
+        if anchors and anchors[-1].start() > line:
+            begin = anchors[-1].end()
+            if not _LEADS_ON.fullmatch(text, begin, last.start()):
+                answers.insert(0, _introduced(text[begin:]))
         return ", ".join({compact(spelled(answer)): answer for answer in answers}.values())
     end = text[-MAX_PHRASE_CHARS:]
     if end == text and "\n" not in text and (answer := _claim(text, MAX_ANSWER_WORDS - 2)) is not None:
         return answer
     if _REFUSED.search(end):
         return None
-    *_, last = _SENTENCE.split(end.rstrip(" *\n\t.!?"))
-    for verb in reversed(list(_IS.finditer(last))):
-        if (answer := _claim(last[verb.end() :], MAX_ANSWER_WORDS)) is not None:
-            return last if _DOUBTED.search(_clause(last[: verb.start()])) else answer
+    *_, sentence = _SENTENCE.split(end.rstrip(" *\n\t.!?"))
+    for verb in reversed(list(_IS.finditer(sentence))):
+        if (answer := _claim(sentence[verb.end() :], MAX_ANSWER_WORDS)) is not None:
+            return sentence if _DOUBTED.search(_clause(sentence[: verb.start()])) else answer
     return _last_value(text)
 
 
@@ -233,6 +254,8 @@ def _clause(sentence: str) -> str:
 def _introduced(text: str) -> str:
     """Return the answer that a text begins with, or its first sentence."""
     text = text.strip()[:MAX_PHRASE_CHARS]
+    if (display := _DISPLAY.match(text)) is not None:
+        text = f"${' '.join((display[1] or display[2]).split())}${text[display.end() :]}"
     sentence = _SENTENCE.split(text + "\n\n", maxsplit=1)[0].partition("\n")[0]
     if _ALTERNATIVE.match(text, len(sentence)):
         return text
