@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from strands_sglang import OUTCOMES, RewardRule, SGLangModel
+from strands_sglang import SGLangModel
 from strands_sglang.trainers import slime
 
 from .core import Action, Environment, ModelFactory, TaskContext
@@ -45,11 +45,8 @@ def make_generate(
         environment.retries = 0
         result = await environment.step((action or action_of)(sample))
         reward = None if result.reward is None else result.reward.reward
-        is_computed = (
-            environment.reward_fn is not None and OUTCOMES[result.termination_reason].reward is RewardRule.COMPUTED
-        )
-        if reward is None and is_computed:
-            reward = float("nan")  # removes the sample, because its reward function failed
+        if result.reward_error is not None:
+            reward = float("nan")  # removes the sample
         metrics = result.observation.metrics
         facts: dict[str, Any] = {
             name: metrics[name] for name in ("tool_iterations", "tool_calls", "seconds") if name in metrics

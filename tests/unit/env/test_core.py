@@ -1917,7 +1917,7 @@ async def test_documented_split_functions_work_unchanged(chat, chatml_tokenizer)
 class Rollouts:
     """A `generate` of `make_generate` with a scripted server; records its environments."""
 
-    def __init__(self, answers, *, reward_fn=None, **limits):
+    def __init__(self, answers, *, reward_fn=None, make=CalculatorEnv, **limits):
         tokenizer = build_chatml_tokenizer()
         self.state = SlimeState(tokenizer)
         self.server = ScriptedSGLang(tokenizer, answers)
@@ -1926,7 +1926,7 @@ class Rollouts:
 
         def make_environment(model_factory, sample):
             self.models.append(model_factory())
-            self.environments.append(CalculatorEnv(model_factory, reward_fn, **limits))
+            self.environments.append(make(model_factory, reward_fn, **limits))
             return self.environments[-1]
 
         self.generate = slime.make_generate(
@@ -1941,6 +1941,13 @@ class Rollouts:
         assert [env.steps for env in self.environments] == [["reset", "cleanup"]] * len(self.environments)
         check_rollouts(result, slime_args(**args), self.state.tokenizer)
         return result
+
+
+class Unanswering(CalculatorEnv):
+    """Its user never answers."""
+
+    async def next_user_message(self, action, messages):
+        await asyncio.Event().wait()
 
 
 SLIME_ENDS = {
@@ -1962,6 +1969,13 @@ SLIME_ENDS = {
         [ANSWER],
         {"reward_fn": Gives(LookupError("no such answer"))},
         "COMPLETED",
+        0.0,
+        True,
+    ),
+    "a reward function that fails after the time": (
+        [ANSWER],
+        {"reward_fn": Gives(LookupError("no such answer")), "make": Unanswering, "episode_timeout": 0.5},
+        "TRUNCATED",
         0.0,
         True,
     ),
