@@ -204,7 +204,7 @@ class Recorder(HookProvider):
         """Write how the episode ended, with its result, unless it may continue."""
         if self.trajectory is not None:
             self.trajectory.on_record = None
-        if result.termination_reason in MAY_CONTINUE:
+        if may_continue(result):
             return
         end = None if self.trajectory is None else self.trajectory.end
         changed = {} if self.trajectory is None else {"tool_results": self.trajectory.tool_results}
@@ -345,6 +345,11 @@ class Recorder(HookProvider):
 
 
 # --- to continue ---
+
+
+def may_continue(result: StepResult) -> bool:
+    """Return whether an episode continues from its journal: it did not end, or its judge was out of reach."""
+    return result.termination_reason in MAY_CONTINUE or result.reward_error_is_infrastructure
 
 
 @dataclass

@@ -124,6 +124,7 @@ class WorldEnvironment(SandboxedEnvironment):
         except SandboxError as error:
             raise BackendError(str(error)) from error
         self.sandbox = WorldSandbox(self.world)
+        self._layers = self.world.image.layers
 
     @property
     @override
@@ -135,6 +136,10 @@ class WorldEnvironment(SandboxedEnvironment):
     async def save_state(self) -> bytes:
         """Return what the world's files have become since `reset`."""
         assert self.world is not None, "the world runs from `reset` to `cleanup`"
+        if self.world.image.layers != self._layers:  # the changes before a snapshot are in its layer
+            raise SandboxError(
+                "its world was forked or snapshot without keep_programs=True: earlier files are not in its state"
+            )
         return await self.world.changes()
 
     @override

@@ -60,8 +60,9 @@ import orjson
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field
 
-from strands_sglang import MAY_CONTINUE, TerminationReason, Trajectory
+from strands_sglang import TerminationReason, Trajectory
 
+from ..core.durable import may_continue
 from ..core.types import Action, Observation, RewardResult, StepResult, TaskContext, TokenObservation
 
 logger = logging.getLogger(__name__)
@@ -400,6 +401,8 @@ class Storage:
             samples = _samples(self.path, run)
             undo.pop_all()
         self.finished = {key: sample for key, sample in samples.items() if sample is not None}
+        for key in self.finished:  # the process may have ended before `add` deleted it
+            journal_file(self.path, key).unlink(missing_ok=True)
         if len(self.finished) < len(samples):
             logger.warning(
                 "path=<%s>, records=<%d> | results of tasks or sample indices that are not in this run are ignored",
@@ -447,7 +450,7 @@ class Storage:
 
         place = await (self._results if sample.is_finished else self._failures).append(line)
         _leave_tokens(sample, place)
-        if sample.step_result.termination_reason not in MAY_CONTINUE:
+        if not may_continue(sample.step_result):
             journal_file(self.path, sample.key).unlink(missing_ok=True)
 
     async def note(self, status: Status) -> None:

@@ -12,9 +12,19 @@ from strands import tool
 from strands.hooks import HookProvider
 from strands.hooks.events import AfterModelCallEvent, BeforeModelCallEvent
 
-from strands_env.core import Action, Environment, TaskContext, TerminationReason, has_effect
+from strands_env.core import (
+    Action,
+    Environment,
+    RewardError,
+    RewardFunction,
+    RewardResult,
+    TaskContext,
+    TerminationReason,
+    has_effect,
+)
 from strands_env.environments import WorldEnvironment
 from strands_env.eval import Evaluator
+from strands_env.eval.checkpoint import CheckpointFile
 from strands_sglang import Journal, JournalError, SGLangModel, Trajectory
 from strands_sglang.credit import training_rows
 from strands_sglang.testing import ScriptedFault, ScriptedSGLang
@@ -258,6 +268,100 @@ async def test_a_world_continues_with_its_files_and_forks_them(tmp_path, dying):
         assert facts_of(resumed) == facts_of(whole), count
     (forked,) = await environment(tmp_path / "forks").fork(whole, 2)
     assert facts_of(forked)[3] == facts_of(whole)[3]
+
+
+@needs_worlds
+async def test_a_world_whose_files_went_into_a_snapshot_is_not_forked_without_them(tmp_path, caplog):
+    class Trying(WorldEnvironment):
+        def get_tools(self):
+            @has_effect("idempotent")
+            @tool
+            async def attempt(keep_programs: bool) -> str:
+                """Try something in a copy of the world.
+
+                Args:
+                    keep_programs: As for `World.fork`.
+                """
+                (copy,) = await self.world.fork(keep_programs=keep_programs)
+                await copy.stop()
+                return "tried"
+
+            return [*super().get_tools(), attempt]
+
+    async def forked(folder, **how):
+        script = [WORLD_SCRIPT[0], call("attempt", **how), *WORLD_SCRIPT[1:]]
+        scripted = ScriptedSGLang(TOKENIZER, lambda request: answer_of(request, script))
+        model = SGLangModel(tokenizer=TOKENIZER, client=scripted.client())
+        environment = Trying(lambda: model, Contains(), journal=folder)
+        whole = await environment.step(ASK)
+        (other,) = await environment.fork(whole, 3)
+        return facts_of(other)[3] == facts_of(whole)[3]
+
+    assert await forked(tmp_path / "kept", keep_programs=True)
+    with pytest.raises(JournalError, match="no journal to fork"):
+        await forked(tmp_path / "lost", keep_programs=False)
+    assert "without keep_programs=True" in caplog.text
+
+
+class Judge(RewardFunction):
+    """A judge that raises its error, if it has one."""
+
+    error: Exception | None = None
+
+    async def compute(self, *, action, step_result):
+        if self.error is not None:
+            raise self.error
+        return RewardResult(reward=1.0)
+
+
+async def judged_twice(folder, error, run_first, **second):
+    """Run an evaluation with a judge that fails, and another with one that works.
+
+    Returns:
+        The second one's sample, and the number of model calls of the first and of both.
+    """
+    judge = Judge()
+    judge.error = error
+    scripted = ScriptedSGLang(TOKENIZER, answer_by_position)
+    model = SGLangModel(tokenizer=TOKENIZER, client=scripted.client())
+
+    def evaluator(**more):
+        return Evaluator(lambda action: Counter(lambda: model, judge), output_path=folder, journal=True, **more)
+
+    await run_first(evaluator().run([ASK]))
+    calls = len(scripted.requests)
+    judge.error = None
+    ((sample,),) = (await evaluator(**second).run([ASK])).values()
+    assert not list((folder / "results.journals").iterdir())
+    return sample, calls, len(scripted.requests)
+
+
+async def test_an_episode_is_kept_for_a_judge_that_is_out_of_reach(tmp_path):
+    async def run(work):
+        return await work
+
+    error = RewardError("the judge refuses connections", is_infrastructure=True)
+    sample, calls, both = await judged_twice(tmp_path, error, run)
+    assert sample.reward == 1.0 and calls == both == len(SCRIPT)
+
+
+async def test_a_sample_whose_journal_a_stop_left_behind_runs_again(tmp_path, monkeypatch):
+    """A stop between the record and the removal of the journal."""
+    append = CheckpointFile.append
+
+    async def stopped(work):
+        async def append_last(file, line):
+            await append(file, line)
+            running.cancel()
+            await asyncio.sleep(0)
+
+        running = asyncio.ensure_future(work)
+        with monkeypatch.context() as patch, suppress(asyncio.CancelledError):
+            patch.setattr(CheckpointFile, "append", append_last)
+            await running
+
+    sample, calls, both = await judged_twice(tmp_path, OSError("the disk is full"), stopped, retry_errors=True)
+    assert sample.reward == 1.0 and 2 * calls == both
 
 
 async def test_an_evaluation_started_again_continues_its_episodes(tmp_path):
