@@ -512,13 +512,18 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def check_env(arguments: argparse.Namespace) -> int:
     """Check an environment with each task; return the exit code."""
     from .check import check_environment
+    from .eval.benchmarks import BENCHMARKS
 
-    if arguments.dataset is None:
-        raise UsageError("--dataset must be given")
+    name = arguments.benchmark
+    if arguments.dataset is None and name is None:
+        raise UsageError("--dataset PATH or --benchmark NAME must be given")
     logging.getLogger("strands_env.core").setLevel(logging.CRITICAL)  # the findings say it
     try:
-        actions = load_dataset(arguments, limit=arguments.limit)
-        named_environment(arguments, None)
+        env_factory, _ = named_environment(arguments, None)
+        evaluator: Any = None
+        if name is not None and name not in BENCHMARKS:
+            evaluator = load_benchmark_class(name, BENCHMARKS)(env_factory)
+        actions = load_actions(arguments, evaluator, None)
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(error) from error
 
@@ -575,6 +580,8 @@ def finish(
     if arguments.json:
         return say(as_json(metrics), code=code)
     shown = _painted([*metric_lines(metrics), *map(in_options, end_lines(results))])
+    if arguments.success_threshold != 1.0:  # it is not in the files
+        following = (*following, "--success-threshold", f"{arguments.success_threshold:g}")
     hint = [f"results in {arguments.output}; see them:", f"  {shlex.join(['strands-env', *following])}"]
     if dropped := metrics["dropped_samples"]:
         hint.insert(0, f"the same command runs {counted(int(dropped), 'dropped sample')} again")

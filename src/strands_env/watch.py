@@ -280,6 +280,8 @@ class EvaluationView:
             self._last_outage = now
         hung = [now - at for at in began.values() if now - max(at, self._last_outage) > most]
         further = f"strands-env report {shlex.quote(str(self._reader.path))} --html --open"
+        if self._success_threshold != 1.0:
+            further += f" --success-threshold {self._success_threshold:g}"
         alarms = [*status.outages]
         # How long an outage lasts is unknown; and before each slot has ended once, the slow episodes are not seen.
         has_time = not alarms and sum(at >= started for at in ended.values()) >= slots

@@ -425,6 +425,10 @@ def test_a_run_ends_with_its_folder_and_the_next_command(command, tmp_path, caps
     *_, where, following = capsys.readouterr().out.splitlines()
     assert where == f"results in {folder}; see them:"
     assert shlex.split(following) == ["strands-env", "report", str(folder), "--html", "--open"]
+    assert run([*command, "--limit", 1, "--output", folder, "--success-threshold", 0.5]) == 0  # no file has it
+    assert capsys.readouterr().out.splitlines()[-1] == f"{following} --success-threshold 0.5"
+    assert run(["watch", folder, "--success-threshold", 0.5]) == 0
+    assert f"{following.strip()} --success-threshold 0.5" in capsys.readouterr().out
     assert run(["score", folder, "--reward", "exact", "--output", tmp_path / "scored"]) == 0
     following = capsys.readouterr().out.splitlines()[-1]
     assert shlex.split(following) == ["strands-env", "compare", str(folder), str(tmp_path / "scored")]
