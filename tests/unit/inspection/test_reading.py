@@ -87,6 +87,13 @@ def test_logprobs_are_shades_or_numbers(rollout, tmp_path, monkeypatch, capsys):
         assert f"48;2;{shade}m {least:g} \x1b[0m" in shown
 
 
+def test_trained_tokens_are_shown(rollout, tmp_path, capsys):
+    save(rollout, tmp_path)
+    assert main(["show", str(tmp_path), "--color", "mask"]) == 0
+    shown = capsys.readouterr().out
+    assert "\ntrained   4·<|im_end|>\n" in shown and "\nmask 0    <|im_start|>·system" in shown
+
+
 def test_findings_are_red_and_are_followed_by_the_next_command(rollout, tmp_path, monkeypatch, capsys):
     save(rollout, tmp_path)
     file = tmp_path / "one.safetensors"

@@ -1011,6 +1011,23 @@ def test_nested_elements_are_typed_by_any_part_of_the_schema():
     assert read("minimax_m3", f"{token}<x1>1{token}</x1>", {"properties": {"a": nested}}) == {"x1": "1"}
 
 
+def test_elements_that_are_nested_too_deeply_are_refused():
+    text = f"{_TOKEN}<a>" * 100 + "1" + f"{_TOKEN}</a>" * 100
+    (result,) = get_tool_parser("minimax_m3").parse(
+        f'{_TOKEN}<tool_call>\n{_TOKEN}<invoke name="f">{text}{_TOKEN}</invoke>\n{_TOKEN}</tool_call>'
+    )
+    assert_refused(result, ToolCallStatus.MALFORMED)
+    assert "nested too deeply" in result.error
+
+
+def test_a_lone_surrogate_in_an_escaped_string_is_refused():
+    parser = get_tool_parser("llama4_pythonic")
+    (result,) = parser.parse('[f(x="\\ud800")]')
+    assert_refused(result, ToolCallStatus.MALFORMED)
+    assert "lone surrogate" in result.error
+    assert parser.parse('[f(x="\\u0041\\n")]')[0].input == {"x": "A\n"}
+
+
 STRING_AND_MORE = {"type": "object", "properties": {"a": WORD, "b": WORD}}
 
 

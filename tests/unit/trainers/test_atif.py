@@ -50,6 +50,14 @@ def test_an_episode_without_a_reward_yet_keeps_its_trained_tokens():
     assert rows_of(replace(unscored, reward=1.0)) == rows_of(episode)
 
 
+def test_trained_tokens_without_logprobs_are_named():
+    document = to_atif(episodes()[0])
+    for step in document["steps"]:
+        step.get("metrics", {}).pop("logprobs", None)
+    with pytest.raises(ValueError, match="turn 0: sampled token 0 is trained, but its logprob is nan"):
+        from_atif(document)
+
+
 def test_a_document_reads_as_a_conversation():
     document = to_atif(episodes()[0], model="Qwen/Qwen3-8B", version="1")
     assert document["agent"] == {"name": "strands-sglang", "version": "1", "model_name": "Qwen/Qwen3-8B"}
