@@ -48,20 +48,15 @@ _RETRACTED = re.compile(
     re.IGNORECASE,
 )
 _RIGHT = re.compile(
-    r"(?:(?:^|[.!?\n]\s{0,9}|\b(?:but|so|no)\W{1,3})(?:it|that)(?:'s| is)|\b(?:it|that|this|answer|result) should be"
-    r"|\b(?:answer|result) is)\s{1,9}(?:\$[^$\n]+\$|-?[\d./]*\d)\W{0,3}(?:$|[.;,)!])",
+    r"(?:\bit(?:'s| is)|\b(?:it|that|this|answer|result) should be|\b(?:answer|result) is"
+    r"|[.!?\n]\s{0,9}(?:\w{1,20},?\s)?the (?:(?:correct|right|true|actual|final) )?value (?:is|should be))"
+    r"\s{1,9}(?:\$[^$\n]+\$|-?[\d./]*\d)\W{0,3}(?:$|[.;,)!])",
     re.IGNORECASE,
-)
-# A check that ends well takes nothing back.
-_CONFIRMED = re.compile(
-    r"\A(?:(?!\b(?:answers?|mistaken?|wrong|incorrect|instead|actually|sorry|not|never)\b|n't\b).)*"
-    r"(?:\b(?:works|correct|right|yes|holds|verified|confirmed|checks out|as (?:required|expected))|✓)\W{0,9}\Z",
-    re.IGNORECASE | re.DOTALL,
 )
 _DOUBTED = re.compile(
     r"\b(?:maybe|perhaps|possibly|probably|might|may|could|can(?:no|')t|not|\w*n't|never|neither|either|nor|guess\w*"
     r"|unsure|uncertain|whether|false|no longer|anything but|other than|except|about|approximately|roughly|around"
-    r"|nearly|almost|hope|no solutions?|exceed\w*|reject\w*|exclud\w*|discard\w*|fails?|over|under|than|least"
+    r"|nearly|almost|no solutions?|exceed\w*|reject\w*|exclud\w*|discard\w*|fails?|over|under|than|least"
     r"|most|between|or so)\b",
     re.IGNORECASE,
 )
@@ -85,18 +80,19 @@ _REFUTED = re.compile(
     re.IGNORECASE,
 )
 _ANCHOR = re.compile(
-    r"(?:\banswers?\b[^.\n$\\]{0,60}?(?:\bis\b|\bare\b|:|=)|^\s*####"
+    r"(?:\banswers?\b[^.\n$\\]{0,60}?(?:\bis\b|\bare\b|:|=)|^[^\S\n]*####"
     r"|\b(?:solutions?|choice|option)\b[^.\n$\\]{0,40}?(?:\bis\b|\bare\b|:))"
     r"[ \t]*:?\s*(?:the )?",
     re.IGNORECASE | re.MULTILINE,
 )
 # Between two anchors that introduce one answer: "Answer: The final answer is 5".
-_LEADS_ON = re.compile(r"(?:\W|\b(?:the|my|our|final|correct|right)\b)*", re.IGNORECASE)
+_LEADS_ON = re.compile(r"(?:[\s*:_(]|\b(?:the|my|our|final|correct|right)\b)*", re.IGNORECASE)
 _DISPLAY = re.compile(r"\$\$\s*([^$]+?)\s*\$\$|\\\[\s*((?:(?!\\\[).)+?)\s*\\\]", re.DOTALL)
 # What chats end with says nothing about the answer.
 _CLOSING = re.compile(
-    r"(?:^|(?<=[.!?\n]))\s{0,9}(?:(?:please )?(?:let me know|feel free)\b|if you (?:have|need|want|would)\b"
-    r"|is there any|do you have any|would you like|i hope (?:this|that|it) (?:is correct|helps))[^\n\d$\\]*\Z",
+    r"(?:^|(?<=[.!?\n]))\s{0,9}(?:(?:please )?(?:let me know if you|feel free to)\b"
+    r"|if you (?:have|need) any\b(?: \w{1,20})? (?:questions?|help)\b|is there anything else\b"
+    r"|i hope (?:this|that|it) (?:is correct|helps)(?=[.!]))[^.!?\n\d$\\]{0,99}[.!?]?\s*\Z",
     re.IGNORECASE,
 )
 _IS = re.compile(r"(?:\b(?:is|are|equals|be|gives?|get|have|falls on)|\bit's)\s+|(?<![<>!:])=\s*", re.IGNORECASE)
@@ -107,7 +103,7 @@ _REASON = re.compile(
 )
 _LINKS = rules(r"""
     (?<![\w*])\*\*([^*\n]+)\*\*(?![\w*]) => \1
-    ^[\s.,:;!?]+|\s+$ =>
+    ^[\s.,:;!?]+ =>
     \?$ => ▁maybe
     (?i)^(?:(?!answer)[^\n$]){0,200},?\s(?:so|thus|hence|therefore),?\s(?=[^\n$=]{0,99}=[^\n$=]{0,99}$) =>
     (?<![^\s$])~(?=\s?[\d$]) => \\approx▁
@@ -160,8 +156,7 @@ def boxed_answer(text: str) -> str | None:
     start, begin, end = boxes.pop()
     rest = text[end : end + MAX_REST_CHARS]
     is_repeated = rf"(?:=|\b(?:is|it's))[\s$]*{re.escape(text[begin:end])}(?![\w.^])[^\d$\\]*$"
-    is_taken_back = _RIGHT.search(rest) or (_end_of_retracted(rest) and not _CONFIRMED.match(rest))
-    if is_taken_back and not re.search(is_repeated, rest):
+    if (_RIGHT.search(rest) or _end_of_retracted(rest)) and not re.search(is_repeated, rest):
         return None
     doubt = _DOUBTED_BOX.search(text[:start][-40:])
     after = text[end + 1 :] if _ALTERNATIVE.match(text, end + 1) else ""
@@ -207,7 +202,7 @@ def answer_in(text: str) -> str | None:
     after "So," or similar words; else what the last sentence equates something to; else the last formula or number.
     """
     text = rewritten(text, _REJECTED)
-    text = rewritten(_CLOSING.sub("", text[_end_of_retracted(text) :]), _LINKS)
+    text = rewritten(_CLOSING.sub("", text[_end_of_retracted(text) :]).rstrip(), _LINKS)
     anchors = list(_ANCHOR.finditer(text))
     if anchors:
         last = anchors.pop()
