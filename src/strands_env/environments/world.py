@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from ..core import Environment, ModelFactory, RewardFunction, has_effect
 from ..sandbox import WORLD_LIMITS, Execution, Image, Network, SandboxError, SandboxLimits, World
+from ..sandbox.layers import Layer
 from .backends import BackendError, EndOnBackendErrors
 
 SHOWN_CHARS = 30_000  # of an output, to a model
@@ -115,6 +116,7 @@ class WorldEnvironment(SandboxedEnvironment):
         self.limits = limits
         self.network: Network = network
         self.world: World | None = None
+        self._layers: tuple[Layer, ...] | None = None
 
     @override
     async def reset(self) -> None:
@@ -124,7 +126,7 @@ class WorldEnvironment(SandboxedEnvironment):
         except SandboxError as error:
             raise BackendError(str(error)) from error
         self.sandbox = WorldSandbox(self.world)
-        self._layers = self.world.image.layers
+        self._layers = None
 
     @property
     @override
@@ -136,6 +138,8 @@ class WorldEnvironment(SandboxedEnvironment):
     async def save_state(self) -> bytes:
         """Return what the world's files have become since `reset`."""
         assert self.world is not None, "the world runs from `reset` to `cleanup`"
+        if self._layers is None:  # the first time, after `reset`, which may have made a snapshot
+            self._layers = self.world.image.layers
         if self.world.image.layers != self._layers:  # the changes before a snapshot are in its layer
             raise SandboxError(
                 "its world was forked or snapshot without keep_programs=True: earlier files are not in its state"
