@@ -158,6 +158,7 @@ class _Siblings:
         self.started += 1
         self.running += 1
         try:
+            await asyncio.sleep(0)  # its siblings start before it can end
             outputs = await episode
             if outputs:
                 self.rewards.append(outputs[-1].reward_score)
@@ -233,17 +234,23 @@ def agent_loop(
                 check_config(self.config)
                 call = _worker_call()
                 takes_lists = not call or "session_id" in fields  # only verl's worker for TransferQueue has sessions
+                validates = bool(call) and call["trajectory"]["validate"]
                 uid = str(fields.get("uid", ""))
                 siblings = prompts.setdefault(uid, _Siblings()) if uid else _Siblings()
                 try:
-                    outputs = await siblings.outputs_of(self._outputs(sampling_params, fields, takes_lists))
+                    outputs = await siblings.outputs_of(self._outputs(sampling_params, fields, takes_lists, validates))
                 finally:
                     if prompts.get(uid) is siblings and not siblings.running:
                         del prompts[uid]
                 if not takes_lists:
+                    if uid and not validates and siblings.started < self.config.actor_rollout_ref.rollout.n:
+                        raise ValueError(
+                            "verl gave a group to several workers, where no baseline can be kept: set "
+                            "rollout.agent.num_workers to a divisor of data.train_batch_size"
+                        )
                     return outputs[0] if outputs else _filler(siblings, self.tokenizer)
                 trained = len(siblings.rewards)
-                if trained > 1 or trained == siblings.started or not call or call["trajectory"]["validate"]:
+                if trained > 1 or trained == siblings.started or not call or validates:
                     return outputs
                 if not trained:
                     raise UntrainablePromptError(f"no episode of prompt {uid!r} can be trained")
@@ -254,7 +261,7 @@ def agent_loop(
                 return []
 
             async def _outputs(
-                self, sampling_params: dict[str, Any], fields: Mapping[str, Any], takes_lists: bool
+                self, sampling_params: dict[str, Any], fields: Mapping[str, Any], takes_lists: bool, validates: bool
             ) -> list[Any]:
                 rollout = self.config.actor_rollout_ref.rollout
                 client = SGLangClient("http://verl", transport=ServerManagerTransport(self.server_manager))
@@ -279,7 +286,11 @@ def agent_loop(
                     max_staleness=max_staleness,
                     scored_by_verl=scored_by_verl,
                 )
-                if len(outputs) > 1 and not takes_lists:
+                has_too_many = len(outputs) > 1 and not takes_lists
+                if validates and (has_too_many or not outputs):  # its score needs no row that can be trained
+                    rewards = training_rows([episode], baseline=None).rewards
+                    return [_filler(_Siblings(rewards=[*rewards.values()]), self.tokenizer)] if rewards else []
+                if has_too_many:
                     rows = f"it has {len(outputs)} rows, and verl's AgentLoopWorker takes one"
                     logger.warning("episode=<%s> | left out of training: %s", episode.id, rows)
                     return []

@@ -319,6 +319,26 @@ def test_the_last_episode_of_a_group_is_left_out(worker, kept, episodes, caplog,
     assert ("the only episode of its group that can be trained" in caplog.text) == withheld
 
 
+@pytest.mark.parametrize("limit", [1000, 30])
+def test_validation_counts_every_episode_with_a_reward(worker, kept, episodes, limit):
+    """Two of these have rows that are longer than 30 tokens: without them, the mean would be that of the others."""
+    numbers = itertools.count()
+
+    @agent_loop("validated")
+    async def validated(model, fields):
+        number = next(numbers)
+        return replace(episodes[number], reward=float(number == 0))
+
+    configure(worker, n=4, val_kwargs={"n": 4}, response_length=limit)
+    place("validated", validated)
+    prompt = {"uid": "u", "agent_name": "validated", "global_steps": 1, "index": 0}
+    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": True}
+    asyncio.run(worker._run_prompt(prompt, {"temperature": 1.0}, trajectory))
+    kept.pop("u")
+    scores = {key.rpartition("_")[0]: float(fields["rm_scores"].sum()) for key, fields in kept.items()}
+    assert sorted(scores.values()) == [0.0, 0.0, 0.0, 1.0]
+
+
 def configure(worker, **rollout):
     """Give one of verl's workers what its constructor would: settings and a tokenizer, but no servers."""
     settings = OmegaConf.create({"prompt_length": 1000, "response_length": 1000, **rollout})
@@ -371,6 +391,34 @@ def test_verls_other_worker_gets_one_row_per_episode(worker, episodes, caplog, f
     for row, mask, one in zip(advantages, batch.batch["response_mask"].bool(), expected, strict=True):
         assert row[mask].tolist() == pytest.approx([0.0 if one is None else one / 2**0.5] * int(mask.sum()), abs=1e-4)
     assert ("takes one" in caplog.text) == (failed == (2,))
+
+
+def run_alone(loop, episode, validate, **rollout):
+    """Run one episode in verl's `AgentLoopWorker`, and return what it hands over."""
+    worker = object.__new__(AgentLoopWorker)
+    worker.reward_loop_worker_handles = worker.teacher_key = worker.processor = None
+    worker.distillation_enabled = False
+    configure(worker, **rollout)
+
+    @agent_loop(loop)
+    async def alone(model, fields):
+        return episode
+
+    place(loop, alone)
+    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": validate}
+    fields = {"agent_name": loop, "uid": "u", "raw_prompt": [{"role": "user", "content": "q"}]}
+    return worker._postprocess([asyncio.run(worker._run_agent_loop({"temperature": 0}, trajectory, **fields))])
+
+
+def test_validation_in_the_other_worker_counts_episodes_of_several_rows(worker, episodes):
+    batch = run_alone("validated_alone", replace(episodes[1], reward=1.0), True, n=1)
+    assert batch.batch["rm_scores"].sum().item() == 1.0
+
+
+def test_a_group_in_two_workers_is_refused(worker, episodes):
+    """The rewards of siblings in another process are unknown here, so that a filler would move their baseline."""
+    with pytest.raises(ValueError, match=r"num_workers to a divisor of data\.train_batch_size"):
+        run_alone("halved", replace(episodes[0], outcome="infrastructure_error"), False, n=4)
 
 
 @pytest.mark.parametrize("reason", ["completed", "stop", "length"])
