@@ -65,6 +65,7 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "trainer.algorithm.policy_loss_type": ("regular", "dual_clip", "cispo"),
     "trainer.algorithm.advantage_batch_normalize": (False,),
     "trainer.algorithm.use_kl_in_reward": (False,),
+    "trainer.algorithm.use_kl_loss": (False,),  # its mean is over rows, whatever loss_reduction says
     "trainer.algorithm.dynamic_sampling.type": (None,),
     "trainer.algorithm.off_policy_correction.tis_ratio_type": (None, "token"),
     "trainer.algorithm.off_policy_correction.sequence_mask_metric": (None,),
@@ -120,7 +121,8 @@ def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None, ma
             if metadata is not None and metadata.global_step is not None:
                 version = max(0, metadata.global_step - 1)  # step 1 samples with the first weights
                 served = newest_version(episodes)
-                if served < version - (max_staleness or 0):
+                is_sampled = any(turn.output_ids for episode in episodes for turn in episode.trajectory.turns)
+                if is_sampled and served < version - (max_staleness or 0):
                     raise ValueError(
                         f"the server sampled with weights of version {served}, but SkyRL has made {version} updates: "
                         "it pushes no weights to SGLang. Push them after each step, under "

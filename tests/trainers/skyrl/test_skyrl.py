@@ -15,7 +15,8 @@ from skyrl.train.generators.base import BatchMetadata, TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
-from strands_sglang.credit import training_rows
+from strands_sglang import Trajectory
+from strands_sglang.credit import Episode, training_rows
 from strands_sglang.protocol.generation import VersionSpan
 from strands_sglang.testing import ScriptedSGLang
 from strands_sglang.trainers import skyrl as adapter
@@ -217,6 +218,21 @@ async def test_training_on_a_server_without_the_trainers_weights_is_refused(epis
         assert output["rollout_metrics"]["episodes_left_out"] == left_out
 
 
+async def test_a_group_that_fails_before_any_token_is_no_server_without_weights():
+    """SkyRL asks for one prompt at a time: a task whose sandbox does not start would end training."""
+
+    async def run_episode(prompt, extras, sampling):
+        return Episode(Trajectory(), None, None, outcome="infrastructure_error")
+
+    batch = {
+        "prompts": ["q"] * 4,
+        "trajectory_ids": IDS,
+        "batch_metadata": BatchMetadata(global_step=6, training_phase="train"),
+    }
+    output = await make_generator(run_episode).generate(batch)
+    assert sum(map(sum, output["loss_masks"])) == 0
+
+
 RIGHT, WRONG, LOST = (1.0, "task_complete"), (0.0, "task_complete"), (None, "infrastructure_error")
 
 
@@ -335,6 +351,7 @@ def test_the_last_episode_of_a_group_is_left_out(episodes, caplog):
         ("trainer.algorithm.loss_reduction", "sequence_mean"),
         ("trainer.algorithm.policy_loss_type", "gspo"),
         ("trainer.algorithm.advantage_batch_normalize", True),
+        ("trainer.algorithm.use_kl_loss", True),
         ("trainer.algorithm.dynamic_sampling.type", "filter"),
         ("trainer.algorithm.off_policy_correction.tis_ratio_type", "sequence"),
         ("trainer.algorithm.off_policy_correction.sequence_mask_metric", "product"),
@@ -343,6 +360,7 @@ def test_the_last_episode_of_a_group_is_left_out(episodes, caplog):
 def test_settings_that_count_rows_in_another_way_are_refused(name, value):
     config = SkyRLTrainConfig()
     config.generator.step_wise_trajectories = True
+    config.trainer.algorithm.use_kl_loss = False
     adapter.check_config(config)
     *parts, last = name.split(".")
     owner = config
@@ -368,6 +386,7 @@ from calculator_generator import generator
 from strands_sglang.trainers.skyrl import check_config
 {code}
 cfg = SkyRLTrainConfig()
+cfg.trainer.algorithm.use_kl_loss = False
 cfg.generator.step_wise_trajectories = True
 cfg.generator.inference_engine.enable_ray_prometheus_stats = cfg.trainer.enable_ray_gpu_monitor = False  # need Ray
 cfg.generator.n_samples_per_prompt, cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size = 4, 1, 1
