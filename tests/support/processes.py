@@ -90,7 +90,7 @@ def run_fork(script, *arguments, timeout, environment):
         finally:  # pytest's limit and Ctrl-C raise in join(), and multiprocessing waits for children when it exits
             process.kill()
             process.join()
-        said = [stream.read_text() for stream in streams]
+        said = [stream.read_text(errors="replace") for stream in streams]
         if is_late:
             raise subprocess.TimeoutExpired(line, timeout, *said)
         return subprocess.CompletedProcess(line, process.exitcode, *said)

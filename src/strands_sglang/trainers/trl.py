@@ -635,7 +635,8 @@ class GRPORollouts:
                 max_length=arguments.max_completion_length,
             )
         )
-        end = [trainer.processing_class.eos_token_id]
+        processing = trainer.processing_class  # a processor, for a model with images
+        end = [getattr(processing, "tokenizer", processing).eos_token_id]
         trained: list[tuple[Any, ...]] = []
         for group in groups:
             balance = 0.0

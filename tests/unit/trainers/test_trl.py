@@ -84,7 +84,7 @@ def grpo_trainer(processes=1):
         state=SimpleNamespace(global_step=0),
         accelerator=SimpleNamespace(num_processes=processes, unwrap_model=lambda model: model),
         model=torch.nn.Linear(2, 2),
-        processing_class=SimpleNamespace(pad_token_id=0, eos_token_id=0),
+        processing_class=SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=0)),  # as of a model with images
     )
 
 
