@@ -273,6 +273,11 @@ async def test_a_world_continues_with_its_files_and_forks_them(tmp_path, dying):
 @needs_worlds
 async def test_a_world_whose_files_went_into_a_snapshot_is_not_forked_without_them(tmp_path, caplog):
     class Trying(WorldEnvironment):
+        async def reset(self):
+            await super().reset()
+            await self.world.execute("echo ready > /etc/state")
+            await self.world.snapshot()  # is made again by each `reset`
+
         def get_tools(self):
             @has_effect("idempotent")
             @tool
