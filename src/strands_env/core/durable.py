@@ -332,7 +332,7 @@ class Recorder(HookProvider):
         self._write("result", data, tensors)
 
     async def _state(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        if self._environment.restart_only is not None:
+        if self._environment.restart_only is not None or self.lost is not None:
             return {}, {}
         try:
             state = await invoke(self._environment.save_state)

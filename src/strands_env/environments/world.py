@@ -138,7 +138,7 @@ class WorldEnvironment(SandboxedEnvironment):
     async def save_state(self) -> bytes:
         """Return what the world's files have become since `reset`."""
         assert self.world is not None, "the world runs from `reset` to `cleanup`"
-        if self._layers is None:  # the first time, after `reset`, which may have made a snapshot
+        if self._layers is None:  # first after `reset`, which may have made a snapshot
             self._layers = self.world.image.layers
         if self.world.image.layers != self._layers:  # the changes before a snapshot are in its layer
             raise SandboxError(
@@ -150,6 +150,7 @@ class WorldEnvironment(SandboxedEnvironment):
     async def load_state(self, state: bytes) -> None:
         """Make the world's files what they were."""
         assert self.world is not None, "the world runs from `reset` to `cleanup`"
+        self._layers = self.world.image.layers
         await self.world.apply(state)
 
     @override

@@ -293,19 +293,27 @@ async def test_a_world_whose_files_went_into_a_snapshot_is_not_forked_without_th
 
             return [*super().get_tools(), attempt]
 
-    async def forked(folder, **how):
-        script = [WORLD_SCRIPT[0], call("attempt", **how), *WORLD_SCRIPT[1:]]
+    script = list(WORLD_SCRIPT)
+
+    def environment(folder):
         scripted = ScriptedSGLang(TOKENIZER, lambda request: answer_of(request, script))
         model = SGLangModel(tokenizer=TOKENIZER, client=scripted.client())
-        environment = Trying(lambda: model, Contains(), journal=folder)
-        whole = await environment.step(ASK)
-        (other,) = await environment.fork(whole, 3)
-        return facts_of(other)[3] == facts_of(whole)[3]
+        return Trying(lambda: model, Contains(), journal=folder)
 
-    assert await forked(tmp_path / "kept", keep_programs=True)
+    plain = await environment(tmp_path / "plain").step(ASK)
+    script.insert(1, call("attempt", keep_programs=True))
+    whole = await environment(tmp_path / "kept").step(ASK)
+    (forked,) = await environment(tmp_path / "forks").fork(whole, 3)
+    assert facts_of(forked)[3] == facts_of(whole)[3]
+    assert caplog.text == ""
+
+    script[1] = call("attempt", keep_programs=False)
+    lost = await environment(tmp_path / "lost").step(ASK)
     with pytest.raises(JournalError, match="no journal to fork"):
-        await forked(tmp_path / "lost", keep_programs=False)
-    assert "without keep_programs=True" in caplog.text
+        await environment(tmp_path / "forks").fork(lost, 3)
+    assert caplog.text.count("without keep_programs=True") == 1
+    await environment(tmp_path / "forks").fork(plain, 1)
+    assert caplog.text.count("without keep_programs=True") == 2
 
 
 class Judge(RewardFunction):
