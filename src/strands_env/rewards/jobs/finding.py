@@ -48,9 +48,9 @@ _RETRACTED = re.compile(
     re.IGNORECASE,
 )
 _RIGHT = re.compile(
-    r"(?:\bit(?:'s| is)|\b(?:it|that|this|answer|result) should be|\b(?:answer|result) is"
-    r"|[.!?\n]\s{0,9}(?:\w{1,20},?\s)?the (?:(?:correct|right|true|actual|final) )?value (?:is|should be))"
-    r"\s{1,9}(?:\$[^$\n]+\$|-?[\d./]*\d)\W{0,3}(?:$|[.;,)!])",
+    r"(?:\bit(?:'s| is)|\b(?:it|that|this|answer|result|[a-z]) should be|\b(?:answer|result) is"
+    r"|(?:[.!?\n]\s{0,9}(?:\w{1,20},?\s)?the|\bbut the|\bthe (?:correct|right|true|actual|final)) value"
+    r" (?:is|should be))\s{1,9}(?:\$[^$\n]+\$|-?[\d./]*\d)\W{0,3}(?:$|[.;,)!])",
     re.IGNORECASE,
 )
 _DOUBTED = re.compile(
@@ -90,9 +90,9 @@ _LEADS_ON = re.compile(r"(?:[\s*:_(]|\b(?:the|my|our|final|correct|right)\b)*", 
 _DISPLAY = re.compile(r"\$\$\s*([^$]+?)\s*\$\$|\\\[\s*((?:(?!\\\[).)+?)\s*\\\]", re.DOTALL)
 # What chats end with says nothing about the answer.
 _CLOSING = re.compile(
-    r"(?:^|(?<=[.!?\n]))\s{0,9}(?:(?:please )?(?:let me know if you|feel free to)\b"
-    r"|if you (?:have|need) any\b(?: \w{1,20})? (?:questions?|help)\b|is there anything else\b"
-    r"|i hope (?:this|that|it) (?:is correct|helps)(?=[.!]))[^.!?\n\d$\\]{0,99}[.!?]?\s*\Z",
+    r"(?:^|(?<=[.!?\n]))(?:\s{0,9}(?:(?:please )?(?:let me know if you|feel free to)\b"
+    r"|(?:if|do) you (?:have|need) any\b(?: \w{1,20})? (?:questions?|help)\b|is there anything else\b"
+    r"|i hope (?:this|that|it) (?:is correct|helps)(?=[.!]))[^.!?\n\d$\\]{0,99}[.!?]?){1,3}\s*\Z",
     re.IGNORECASE,
 )
 _IS = re.compile(r"(?:\b(?:is|are|equals|be|gives?|get|have|falls on)|\bit's)\s+|(?<![<>!:])=\s*", re.IGNORECASE)
@@ -103,7 +103,7 @@ _REASON = re.compile(
 )
 _LINKS = rules(r"""
     (?<![\w*])\*\*([^*\n]+)\*\*(?![\w*]) => \1
-    ^[\s.,:;!?]+ =>
+    ^[\s.,:;!?]+|(?<!\s)\s+$ =>
     \?$ => ▁maybe
     (?i)^(?:(?!answer)[^\n$]){0,200},?\s(?:so|thus|hence|therefore),?\s(?=[^\n$=]{0,99}=[^\n$=]{0,99}$) =>
     (?<![^\s$])~(?=\s?[\d$]) => \\approx▁
@@ -202,7 +202,7 @@ def answer_in(text: str) -> str | None:
     after "So," or similar words; else what the last sentence equates something to; else the last formula or number.
     """
     text = rewritten(text, _REJECTED)
-    text = rewritten(_CLOSING.sub("", text[_end_of_retracted(text) :]).rstrip(), _LINKS)
+    text = rewritten(_CLOSING.sub("", text[_end_of_retracted(text) :]), _LINKS)
     anchors = list(_ANCHOR.finditer(text))
     if anchors:
         last = anchors.pop()
