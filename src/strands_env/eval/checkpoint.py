@@ -1009,11 +1009,11 @@ _MAX_DEPTH = 100
 _MAX_BITS = 14_000
 """Most bits of an integer, since Python writes at most 4,300 digits. Larger ones are written as hexadecimal text."""
 
-# An integer of more than 64 bits, once digits are 0 and other bytes spaces. In a fraction, a point precedes the digits.
-_MANY_DIGITS = b" " + 20 * b"0"
+# Integers of more than 64 bits, once digits are 0 and most bytes spaces. In a fraction, a point precedes the digits.
+_MANY_DIGITS = (b" " + 20 * b"0", b"-" + 19 * b"0")
 _DIGITS_AS_0 = bytearray(256 * b" ")
 _DIGITS_AS_0[ord("0") : ord("9") + 1] = 10 * b"0"
-_DIGITS_AS_0[ord(".")] = ord(".")
+_DIGITS_AS_0[ord("-")], _DIGITS_AS_0[ord(".")] = b"-."
 
 
 def encode(value: Any) -> bytes:
@@ -1030,8 +1030,9 @@ def decode(line: bytes) -> Any:
     Raises:
         ValueError: The line is not JSON.
     """
+    digits = b" " + line.translate(_DIGITS_AS_0)
     try:
-        if _MANY_DIGITS not in line.translate(_DIGITS_AS_0):  # orjson would read it as a float
+        if not any(many in digits for many in _MANY_DIGITS):  # which orjson reads as floats
             return orjson.loads(line)
     except ValueError:
         pass  # an escaped lone surrogate

@@ -597,7 +597,8 @@ async def test_cost_of_a_record_does_not_grow_with_the_file(tmp_path, monkeypatc
         max_leaves=8,
     )
 )
-@example({"factorial": math.factorial(30)})
+@example({"factorial": math.factorial(30), "least": -(2**63) - 1})
+@example(2**64)
 def test_json_values_survive_a_round_trip(value):
     assert decode(encode(value)) == value
 
