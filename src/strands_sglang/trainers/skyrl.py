@@ -65,7 +65,9 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "trainer.algorithm.policy_loss_type": ("regular", "dual_clip", "cispo"),
     "trainer.algorithm.advantage_batch_normalize": (False,),
     "trainer.algorithm.use_kl_in_reward": (False,),
-    "trainer.algorithm.use_kl_loss": (False,),  # its mean is over rows, whatever loss_reduction says
+    # Their means are over rows, whatever `loss_reduction` says.
+    "trainer.algorithm.use_kl_loss": (False,),
+    "trainer.algorithm.use_entropy_loss": (False,),
     "trainer.algorithm.dynamic_sampling.type": (None,),
     "trainer.algorithm.off_policy_correction.tis_ratio_type": (None, "token"),
     "trainer.algorithm.off_policy_correction.sequence_mask_metric": (None,),

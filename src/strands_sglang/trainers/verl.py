@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -221,7 +221,7 @@ def agent_loop(
             be trained is logged. verl's worker for TransferQueue gets an empty list for it, which it drops, and so it
             does for an episode whose siblings are all left out; a prompt without any raises `UntrainablePromptError`.
             verl's other worker needs one row per episode: it gets a row without a trained token, whose reward is the
-            mean of its siblings'.
+            mean of its siblings'. Validation counts every episode with a reward.
     """
 
     def decorate(run_episode: RunEpisode) -> type:
@@ -246,9 +246,9 @@ def agent_loop(
                     if uid and not validates and siblings.started < self.config.actor_rollout_ref.rollout.n:
                         raise ValueError(
                             "verl gave a group to several workers, where no baseline can be kept: set "
-                            "rollout.agent.num_workers to a divisor of data.train_batch_size"
+                            "rollout.agent.num_workers to a divisor of data.train_batch_size, or of gen_batch_size"
                         )
-                    return outputs[0] if outputs else _filler(siblings, self.tokenizer)
+                    return outputs[0] if outputs else _filler(siblings.rewards, self.tokenizer)
                 trained = len(siblings.rewards)
                 if trained > 1 or trained == siblings.started or not call or validates:
                     return outputs
@@ -289,7 +289,7 @@ def agent_loop(
                 has_too_many = len(outputs) > 1 and not takes_lists
                 if validates and (has_too_many or not outputs):  # its score needs no row that can be trained
                     rewards = training_rows([episode], baseline=None).rewards
-                    return [_filler(_Siblings(rewards=[*rewards.values()]), self.tokenizer)] if rewards else []
+                    return [_filler(rewards.values(), self.tokenizer)] if rewards else []
                 if has_too_many:
                     rows = f"it has {len(outputs)} rows, and verl's AgentLoopWorker takes one"
                     logger.warning("episode=<%s> | left out of training: %s", episode.id, rows)
@@ -305,22 +305,22 @@ def agent_loop(
     return decorate
 
 
-def _filler(siblings: _Siblings, tokenizer: Any) -> Any:
-    """Return the row of an episode that is left out, for verl's `AgentLoopWorker`, which needs one of each.
+def _filler(rewards: Iterable[float | None], tokenizer: Any) -> Any:
+    """Return a row that trains no token, with the mean of some rewards.
 
-    It trains no token. Its reward is the mean of its siblings', which leaves the baseline of their group as it is, and
-    gives the only one that is left the advantage 0.
+    Verl's `AgentLoopWorker` needs a row of each episode. The mean of its siblings' rewards leaves the baseline of their
+    group as it is, and gives the only one that is left the advantage 0.
     """
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-    rewards = [reward for reward in siblings.rewards if reward is not None]
+    known = [reward for reward in rewards if reward is not None]
     end = tokenizer.eos_token_id or 0
     return AgentLoopOutput(
         prompt_ids=[end],
         response_ids=[end],
         response_mask=[0],
         response_logprobs=[0.0],
-        reward_score=sum(rewards) / len(rewards) if rewards else 0.0,
+        reward_score=sum(known) / len(known) if known else 0.0,
         num_turns=0,
         metrics=AgentLoopMetrics(),
         extra_fields={"reward_extra_info": {}},

@@ -219,7 +219,7 @@ async def test_training_on_a_server_without_the_trainers_weights_is_refused(epis
 
 
 async def test_a_group_that_fails_before_any_token_is_no_server_without_weights():
-    """SkyRL asks for one prompt at a time: a task whose sandbox does not start would end training."""
+    """Its fully async trainer asks for one prompt at a time: a task whose sandbox does not start would end training."""
 
     async def run_episode(prompt, extras, sampling):
         return Episode(Trajectory(), None, None, outcome="infrastructure_error")
@@ -352,6 +352,7 @@ def test_the_last_episode_of_a_group_is_left_out(episodes, caplog):
         ("trainer.algorithm.policy_loss_type", "gspo"),
         ("trainer.algorithm.advantage_batch_normalize", True),
         ("trainer.algorithm.use_kl_loss", True),
+        ("trainer.algorithm.use_entropy_loss", True),
         ("trainer.algorithm.dynamic_sampling.type", "filter"),
         ("trainer.algorithm.off_policy_correction.tis_ratio_type", "sequence"),
         ("trainer.algorithm.off_policy_correction.sequence_mask_metric", "product"),
