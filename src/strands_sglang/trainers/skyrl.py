@@ -123,7 +123,7 @@ def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None, ma
             if metadata is not None and metadata.global_step is not None:
                 version = max(0, metadata.global_step - 1)  # step 1 samples with the first weights
                 served = newest_version(episodes)
-                is_sampled = any(turn.output_ids for episode in episodes for turn in episode.trajectory.turns)
+                is_sampled = any(any(turn.output_ids for turn in one.trajectory.turns) for one in episodes)
                 if is_sampled and served < version - (max_staleness or 0):
                     raise ValueError(
                         f"the server sampled with weights of version {served}, but SkyRL has made {version} updates: "
