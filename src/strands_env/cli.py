@@ -512,17 +512,14 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def check_env(arguments: argparse.Namespace) -> int:
     """Check an environment with each task; return the exit code."""
     from .check import check_environment
-    from .eval.benchmarks import BENCHMARKS
 
-    name = arguments.benchmark
-    if arguments.dataset is None and name is None:
+    if arguments.dataset is None and arguments.benchmark is None:
         raise UsageError("--dataset PATH or --benchmark NAME must be given")
     logging.getLogger("strands_env.core").setLevel(logging.CRITICAL)  # the findings say it
     try:
         env_factory, _ = named_environment(arguments, None)
-        evaluator: Any = None
-        if name is not None and name not in BENCHMARKS:
-            evaluator = load_benchmark_class(name, BENCHMARKS)(env_factory)
+        benchmark = named_benchmark(arguments)
+        evaluator = None if benchmark is None else benchmark(env_factory)
         actions = load_actions(arguments, evaluator, None)
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(error) from error
@@ -911,14 +908,11 @@ def check_names(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: One of them does not.
     """
-    from .eval.benchmarks import BENCHMARKS
-
     load(ENVIRONMENTS, arguments.env)
     if arguments.reward != OWN_REWARD:
         load(REWARDS, arguments.reward)
-    if arguments.benchmark is not None and arguments.benchmark not in BENCHMARKS:
-        load_benchmark_class(arguments.benchmark, BENCHMARKS)
-    elif arguments.dataset is not None and not Path(arguments.dataset).exists():
+    is_file = named_benchmark(arguments) is None and arguments.dataset is not None
+    if is_file and not Path(arguments.dataset).exists():
         raise ValueError(f"--dataset {arguments.dataset}: no such file or folder")
     if arguments.benchmark is None:
         load_dataset(arguments, limit=1)
@@ -1118,6 +1112,19 @@ def named_reward(arguments: argparse.Namespace) -> Any:
         raise ValueError(f"--reward {arguments.reward} with --reward-args: {error}") from error
 
 
+def named_benchmark(arguments: argparse.Namespace) -> Any:
+    """The `Evaluator` subclass of `--benchmark`; None without one, and for the benchmarks of this package.
+
+    Raises:
+        ValueError: There is no such benchmark.
+    """
+    from .eval.benchmarks import BENCHMARKS
+
+    if arguments.benchmark is None or arguments.benchmark in BENCHMARKS:
+        return None
+    return load_benchmark_class(arguments.benchmark, BENCHMARKS)
+
+
 def named_evaluator(arguments: argparse.Namespace, env_factory: Any, config: dict[str, Any]) -> Evaluator:
     """The evaluator of the command line: that of a registered benchmark, or one for the tasks of a file.
 
@@ -1125,13 +1132,10 @@ def named_evaluator(arguments: argparse.Namespace, env_factory: Any, config: dic
         ValueError: There is no such benchmark, or its class does not take an evaluator's arguments.
     """
     from .eval import Evaluator
-    from .eval.benchmarks import BENCHMARKS
 
-    name = arguments.benchmark
-    is_class = name is not None and name not in BENCHMARKS
-    target: Any = load_benchmark_class(name, BENCHMARKS) if is_class else Evaluator
+    name, benchmark = arguments.benchmark, named_benchmark(arguments)
     try:
-        evaluator: Evaluator = target(
+        evaluator: Evaluator = (benchmark or Evaluator)(
             env_factory,
             n_samples_per_prompt=arguments.n_samples,
             max_concurrency=arguments.concurrency,
@@ -1146,7 +1150,7 @@ def named_evaluator(arguments: argparse.Namespace, env_factory: Any, config: dic
         )
     except TypeError as error:
         raise ValueError(f"--benchmark {name}: {error}") from error
-    if not (is_class and evaluator.benchmark_name):
+    if benchmark is None or not evaluator.benchmark_name:
         evaluator.benchmark_name = name or Path(arguments.dataset).stem
     return evaluator
 
@@ -1190,7 +1194,7 @@ def load_dataset(arguments: argparse.Namespace, **further: Any) -> list[Action]:
         raise ValueError(in_options(str(error), _DATASET_OPTION_OF)) from error
 
 
-def load_actions(arguments: argparse.Namespace, evaluator: Evaluator, reward: Any) -> list[Action]:
+def load_actions(arguments: argparse.Namespace, evaluator: Evaluator | None, reward: Any) -> list[Action]:
     """The tasks that the command line names, with ground truths that the reward can compare with.
 
     Raises:
@@ -1211,6 +1215,7 @@ def load_actions(arguments: argparse.Namespace, evaluator: Evaluator, reward: An
             raise ValueError(told) from error
     if arguments.dataset is not None:
         raise ValueError(f"--dataset does not apply to --benchmark {arguments.benchmark}, which loads its own tasks")
+    assert evaluator is not None, "a benchmark that is a class has one"
     return checked(evaluator.load_dataset(), f"--benchmark {arguments.benchmark}", **further)
 
 
