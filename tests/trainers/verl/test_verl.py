@@ -354,16 +354,22 @@ def place(name, loop):
     globals()[name.upper()] = loop
 
 
+def other_worker(**rollout):
+    """verl's `AgentLoopWorker`, without servers."""
+    worker = object.__new__(AgentLoopWorker)
+    worker.reward_loop_worker_handles = worker.teacher_key = worker.processor = None
+    worker.distillation_enabled = False
+    configure(worker, **rollout)
+    return worker
+
+
 @pytest.mark.parametrize(
     ("failed", "expected"),
     [((), [1.0, -1.0]), ((0,), [None, 0.0]), ((0, 1), [None, None]), ((2,), [None, 0.0])],
 )
-def test_verls_other_worker_gets_one_row_per_episode(worker, episodes, caplog, failed, expected):
+def test_verls_other_worker_gets_one_row_per_episode(episodes, caplog, failed, expected):
     """`AgentLoopWorker`, of fully async and one-step-off training: `expected` is the advantage of each episode."""
-    worker = object.__new__(AgentLoopWorker)
-    worker.reward_loop_worker_handles = worker.teacher_key = worker.processor = None
-    worker.distillation_enabled = False
-    configure(worker, n=2)
+    worker = other_worker(n=2)
     pair = [replace(episodes[0], reward=1.0), replace(episodes[0], id="second", reward=0.0)]
     pair = [replace(one, outcome="infrastructure_error" if at in failed else None) for at, one in enumerate(pair)]
     if failed == (2,):  # nothing failed, but the first has two rows
@@ -395,10 +401,7 @@ def test_verls_other_worker_gets_one_row_per_episode(worker, episodes, caplog, f
 
 def run_alone(loop, episode, validate, **rollout):
     """Run one episode in verl's `AgentLoopWorker`, and return what it hands over."""
-    worker = object.__new__(AgentLoopWorker)
-    worker.reward_loop_worker_handles = worker.teacher_key = worker.processor = None
-    worker.distillation_enabled = False
-    configure(worker, **rollout)
+    worker = other_worker(**rollout)
 
     @agent_loop(loop)
     async def alone(model, fields):
@@ -410,12 +413,12 @@ def run_alone(loop, episode, validate, **rollout):
     return worker._postprocess([asyncio.run(worker._run_agent_loop({"temperature": 0}, trajectory, **fields))])
 
 
-def test_validation_in_the_other_worker_counts_episodes_of_several_rows(worker, episodes):
+def test_validation_in_the_other_worker_counts_episodes_of_several_rows(episodes):
     batch = run_alone("validated_alone", replace(episodes[1], reward=1.0), True, n=1)
     assert batch.batch["rm_scores"].sum().item() == 1.0
 
 
-def test_a_group_in_two_workers_is_refused(worker, episodes):
+def test_a_group_in_two_workers_is_refused(episodes):
     """The rewards of siblings in another process are unknown here, so that a filler would move their baseline."""
     with pytest.raises(ValueError, match=r"num_workers to a divisor of data\.train_batch_size"):
         run_alone("halved", replace(episodes[0], outcome="infrastructure_error"), False, n=4)
