@@ -444,7 +444,7 @@ class Runner:
             picked = _Picked(tests)
             files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
             code = pytest.main([*PYTEST, *options, *files], plugins=[picked])
-            # A module that cannot be imported is no test, and with `-x` its exit status is that of a failed one.
+            # A module that fails to import reports no test, and with `-x` pytest exits as if a test had failed.
             if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                 picked.failed = picked.failed or ["collection"]
             self._out.write_text(json.dumps(picked.failed))

@@ -142,7 +142,7 @@ class WorldEnvironment(SandboxedEnvironment):
             self._layers = self.world.image.layers
         if self.world.image.layers != self._layers:  # the changes before a snapshot are in its layer
             raise SandboxError(
-                "its world was forked or snapshot without keep_programs=True: earlier files are not in its state"
+                "its world was forked or snapshotted without keep_programs=True: earlier files are not in its state"
             )
         return await self.world.changes()
 

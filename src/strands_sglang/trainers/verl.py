@@ -110,8 +110,8 @@ class ServerManagerTransport(httpx.AsyncBaseTransport):
         ids, logprobs = list(output.token_ids), output.log_probs
         # verl names the end as its backend does: SGLang's reasons, or "completed" and "aborted".
         finish = {"completed": "stop", "aborted": "abort", None: "stop"}.get(output.stop_reason, output.stop_reason)
-        # verl's vLLM server names an answer that was cut at the limit "completed", too.
         limit = params.get("max_new_tokens")
+        # verl's vLLM server names an answer that was cut at the limit "completed", too.
         if output.stop_reason in ("completed", None) and limit and len(ids) >= limit:
             finish = "length"
         meta: dict[str, Any] = {
@@ -308,7 +308,7 @@ def agent_loop(
 def _filler(rewards: Iterable[float | None], tokenizer: Any) -> Any:
     """Return a row that trains no token, with the mean of some rewards.
 
-    Verl's `AgentLoopWorker` needs a row of each episode. The mean of its siblings' rewards leaves the baseline of their
+    `AgentLoopWorker` needs a row of each episode. The mean of its siblings' rewards leaves the baseline of their
     group as it is, and gives the only one that is left the advantage 0.
     """
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput

@@ -218,8 +218,8 @@ async def test_training_on_a_server_without_the_trainers_weights_is_refused(epis
         assert output["rollout_metrics"]["episodes_left_out"] == left_out
 
 
-async def test_a_group_that_fails_before_any_token_is_no_server_without_weights():
-    """Its fully async trainer asks for one prompt at a time: a task whose sandbox does not start would end training."""
+async def test_a_group_that_fails_before_any_token_does_not_end_training():
+    """SkyRL's fully async trainer asks for one prompt at a time, so a sandbox that does not start is a whole batch."""
 
     async def run_episode(prompt, extras, sampling):
         return Episode(Trajectory(), None, None, outcome="infrastructure_error")

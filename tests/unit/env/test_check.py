@@ -171,7 +171,7 @@ def test_the_command_takes_the_tasks_of_a_benchmark(tmp_path, capsys):
     tasks = tmp_path / "gsm8k.jsonl"
     tasks.write_text(json.dumps({"question": "Ready?", "answer": "First this.\n#### It is done."}))
     command = ["check", "calculator", "--dataset", str(tasks), "--reward", "exact", "--benchmark"]
-    assert cli.main([*command, "gsm8k"]) == 1  # the benchmark's answer is what is behind the mark
+    assert cli.main([*command, "gsm8k"]) == 1  # gsm8k's answer follows ####
     assert "failed     doing nothing is no success (reward 1)" in capsys.readouterr().out
     assert cli.main([*command, "gsm9k"]) == 2
     assert "did you mean gsm8k?" in capsys.readouterr().err
