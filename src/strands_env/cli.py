@@ -225,8 +225,8 @@ def build_parser() -> terminal.Parser:
     )
     model_options = {name: _OPTIONS["model"][name] for name in _REPLAYED}
     for name, option in {**_OPTIONS["environment"], **model_options}.items():
-        shown_value, told, settings = (*option, {})[:3]
-        _add(again, name, shown_value, told.split(" (default:")[0], {**settings, "default": None})
+        shown_value, help_text, settings = (*option, {})[:3]
+        _add(again, name, shown_value, help_text.split(" (default:")[0], {**settings, "default": None})
     again.add_argument(
         "--html", action="store_true", help="write a page with the record and the run next to each other"
     )
@@ -375,9 +375,9 @@ _OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
 """The options of `eval` by group: what a value is, the help, and further arguments of `add_argument`."""
 
 
-def _add(command: Any, name: str, shown: str | None, told: str, settings: dict[str, Any] | None = None) -> None:
+def _add(command: Any, name: str, shown: str | None, help_text: str, settings: dict[str, Any] | None = None) -> None:
     value = {"metavar": shown} if shown else {}
-    command.add_argument(name, help=told, **value, **(settings or {}))
+    command.add_argument(name, help=help_text, **value, **(settings or {}))
 
 
 def _add_evaluation_options(command: argparse.ArgumentParser) -> None:
@@ -430,10 +430,13 @@ def list_names(arguments: argparse.Namespace) -> int:
     from .eval.benchmarks import BENCHMARKS
 
     lines = [paint("benchmarks", "bold")]
-    lines += (f"{one.name:<10}  {one.size:>4} tasks  {one.repository} ({one.split})" for one in BENCHMARKS.values())
+    lines += (
+        f"{benchmark.name:<10}  {benchmark.size:>4} tasks  {benchmark.repository} ({benchmark.split})"
+        for benchmark in BENCHMARKS.values()
+    )
     lines += _unusable(needs("datasets", "datasets")(), "without --dataset")
     registered, failures = registered_benchmarks()
-    lines += (f"{name:<10}  {one.__module__}.{one.__qualname__}" for name, one in registered.items())
+    lines += (f"{name:<10}  {evaluator.__module__}.{evaluator.__qualname__}" for name, evaluator in registered.items())
     for module, reason in failures.items():
         lines += [module, *_unusable(reason)]
     for title, kind in (("environments", ENVIRONMENTS), ("rewards", REWARDS)):
@@ -719,12 +722,12 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
                 done.append(Replayed(str(part), {"agent": f"the environment cannot be made: {one_line(error)}"}))
                 tell(paint(str(done[-1]), "yellow"))
                 continue
-            async for one in replay([part], made.get(key), tools=arguments.tools):
-                done.append(one)
-                if not one.is_same and not arguments.json:
-                    say(paint(str(one), "yellow" if one.difference is None else "red"))
-                if not makes_page or one.difference is None:
-                    one.recorded = one.now = None  # thousands of episodes need no memory
+            async for episode in replay([part], made.get(key), tools=arguments.tools):
+                done.append(episode)
+                if not episode.is_same and not arguments.json:
+                    say(paint(str(episode), "yellow" if episode.difference is None else "red"))
+                if not makes_page or episode.difference is None:
+                    episode.recorded = episode.now = None  # thousands of episodes need no memory
 
     code = 0
     try:
@@ -733,11 +736,11 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
         code = STOPPED
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise UsageError(error) from error
-    code = code or (0 if done and all(one.is_same for one in done) else FAILED)
+    code = code or (0 if done and all(episode.is_same for episode in done) else FAILED)
     if arguments.json:
         return say(as_json([*map(as_data, done)]), code=code)
     say(*summary(done))
-    if makes_page and any(one.difference is not None for one in done):
+    if makes_page and any(episode.difference is not None for episode in done):
         with reading(*arguments.files):
             page = replay_page(done)
         save_page(arguments, page, "replay.html", at="#finding-1")
@@ -822,8 +825,8 @@ def evaluation_in(folder: str) -> str:
     plans = [*Path(folder).glob(f"*{ending}"), *Path(folder).glob(f"*/*{ending}")]
     found = sorted(f"{plan}".removesuffix(ending) + ".jsonl" for plan in plans)
     if len(found) > 1:
-        for one in found:
-            tell(one)
+        for file in found:
+            tell(file)
         raise UsageError(f"{folder}: there are several evaluations: name one of these")
     if found:
         tell(f"reading {found[0]}")
@@ -1078,7 +1081,7 @@ def named_environment(arguments: argparse.Namespace, model_factory: Any) -> tupl
     if not callable(target):
         raise ValueError(f"--env {arguments.env} cannot be called to make an environment")
     parameters = inspect.signature(target).parameters
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     given: dict[str, Any] = {"model_factory": model_factory, **arguments.env_args}
     if arguments.system_prompt is not None:
         given["system_prompt"] = arguments.system_prompt
@@ -1211,8 +1214,8 @@ def load_actions(arguments: argparse.Namespace, evaluator: Evaluator | None, rew
         try:
             return load_benchmark(arguments.benchmark, arguments.dataset, **further)
         except TaskError as error:
-            told = str(error).replace("or pass a local file", "or pass a local copy as --dataset")
-            raise ValueError(told) from error
+            message = str(error).replace("or pass a local file", "or pass a local copy as --dataset")
+            raise ValueError(message) from error
     if arguments.dataset is not None:
         raise ValueError(f"--dataset does not apply to --benchmark {arguments.benchmark}, which loads its own tasks")
     assert evaluator is not None, "a benchmark that is a class has one"

@@ -36,16 +36,17 @@ class Kind:
     Attributes:
         option: The option.
         group: Group of the entry points that other packages declare.
-        own: Dotted paths of this package's, by name.
+        built_in: Dotted paths of this package's, by name.
     """
 
     option: str
     group: str
-    own: Mapping[str, str]
+    built_in: Mapping[str, str]
 
     def paths(self) -> dict[str, str]:
         """Dotted paths by name. No other package can take a name of this one."""
-        return {**self.own, **{one.name: one.value for one in declared(self.group) if one.name not in self.own}}
+        others = {entry.name: entry.value for entry in declared(self.group)}
+        return {**self.built_in, **others, **self.built_in}  # the first sets the order, the last wins
 
 
 ENVIRONMENTS = Kind(
@@ -78,7 +79,7 @@ BENCHMARKS = "strands_env.benchmarks"
 
 def declared(group: str) -> list[EntryPoint]:
     """Entry points of installed packages, in the order of their names."""
-    return sorted(entry_points(group=group), key=lambda one: (one.name, one.value))
+    return sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value))
 
 
 def load(kind: Kind, name: str) -> Any:
@@ -145,7 +146,9 @@ def load_benchmark_class(name: str, known: Iterable[str]) -> Any:
     if name in registered:
         return registered[name]
     if "." not in name and ":" not in name:
-        failed = "".join(f"; the benchmarks of {one} cannot be imported: {why}" for one, why in failures.items())
+        failed = "".join(
+            f"; the benchmarks of {package} cannot be imported: {why}" for package, why in failures.items()
+        )
         raise ValueError(f"--benchmark {name}: {unknown(name, [*known, *registered])}{failed}")
     found = load_path("--benchmark", name, name)
     if not (inspect.isclass(found) and issubclass(found, Evaluator)):
@@ -158,11 +161,11 @@ def registered_benchmarks() -> tuple[dict[str, Any], dict[str, str]]:
     from .eval.evaluator import REGISTERED
 
     failures: dict[str, str] = {}
-    for one in declared(BENCHMARKS):
+    for entry in declared(BENCHMARKS):
         try:
-            one.load()
+            entry.load()
         except Exception as error:  # the code of another package may raise anything
-            failures[one.value] = f"{type(error).__name__}: {error}"
+            failures[entry.value] = f"{type(error).__name__}: {error}"
     return dict(REGISTERED), failures
 
 
@@ -171,7 +174,7 @@ def registered_benchmarks() -> tuple[dict[str, Any], dict[str, str]]:
 
 def why_not(kind: Kind, name: str) -> str | None:
     """Why what a name of a kind names cannot run on this machine; None if it can."""
-    if name in kind.own:
+    if name in kind.built_in:
         return _NEEDS[name]() if name in _NEEDS else None
     try:
         load(kind, name)

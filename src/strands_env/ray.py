@@ -188,8 +188,8 @@ def _is_same(address: str, connected: str) -> bool:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)}
     except (OSError, ValueError):
         return False
-    own = {ray.util.get_node_ip_address()} if found & {"127.0.0.1", "::1"} else set()
-    return connected.rpartition(":")[0] in found | own
+    addresses = {ray.util.get_node_ip_address()} if found & {"127.0.0.1", "::1"} else set()
+    return connected.rpartition(":")[0] in found | addresses
 
 
 @contextlib.contextmanager
@@ -211,7 +211,7 @@ def _pickled(value: Any, what: str) -> bytes:
         from ray.util import inspect_serializability
 
         _, failures = inspect_serializability(value, name=type(value).__name__, depth=8, print_file=io.StringIO())
-        named = sorted(f"{'.'.join(map(str, one.path))} of {type(one.parent).__name__}" for one in failures)
+        named = sorted(f"{'.'.join(map(str, failure.path))} of {type(failure.parent).__name__}" for failure in failures)
         raise ExecutorError(f"{what}: {'; '.join(named)}: {type(error).__name__}: {error}") from error
 
 
@@ -255,9 +255,11 @@ class EpisodeActor:
         self._payload = payload
         self._loaded: LocalRunner | None = None
         self._problem: str | None = None
-        own = versions()
+        installed = versions()
         differing = [
-            f"{name} is {own[name]} there and {expected[name]} here" for name in own if own[name] != expected[name]
+            f"{name} is {installed[name]} there and {expected[name]} here"
+            for name in installed
+            if installed[name] != expected[name]
         ]
         if differing:
             self._problem = ", ".join(differing)
@@ -362,7 +364,7 @@ class _Pool:
         while not (await asyncio.wait(checked, timeout=LATE, return_when=asyncio.FIRST_COMPLETED))[0]:
             logger.warning("actors=<%d> | Ray has started no actor yet; is there room in the cluster?", len(checked))
         _, pending = await asyncio.wait(checked, timeout=LATE)
-        if problems := [problem for one in checked if one.done() and (problem := one.result()) is not None]:
+        if problems := [problem for check in checked if check.done() and (problem := check.result()) is not None]:
             raise ExecutorError(problems[0])
         if pending:
             logger.warning("actors=<%d>, late=<%d> | Ray has not started all actors yet", len(checked), len(pending))

@@ -80,8 +80,8 @@ class Replayed:
             return f"{self.name}: {described(self.difference)}"
         if self.is_same:
             return f"{self.name}: {SAME}"
-        told = (f"{stage}: {why}" for stage, why in self.stages.items() if why != SAME)
-        return f"{self.name}: not compared ({'; '.join(told)})"
+        reasons = (f"{stage}: {why}" for stage, why in self.stages.items() if why != SAME)
+        return f"{self.name}: not compared ({'; '.join(reasons)})"
 
 
 class NotEnoughError(Exception):
@@ -96,8 +96,8 @@ def described(difference: Difference) -> str:
     if difference.token is not None:
         where.append(f"token {difference.token}")
     then, now = map(_shown, (difference.recorded, difference.now))
-    told = "" if then == now == "nothing" else f": {then} in the record, {now} now"
-    return f"{', '.join(where)}: {difference.what}{told}"
+    values = "" if then == now == "nothing" else f": {then} in the record, {now} now"
+    return f"{', '.join(where)}: {difference.what}{values}"
 
 
 def _shown(value: Any) -> str:
@@ -115,8 +115,8 @@ def recorded_in(path: Path) -> list[Path]:
         return [path]
     found = {*path.rglob("*.run.json"), *path.rglob("*.journal"), *path.rglob(ROWS)}
     # Those in a folder of journals are of samples that have not ended.
-    inner = sorted(one for one in found if one.parent.suffix != ".journals") or sorted(path.glob("*.safetensors"))
-    return [Path(re.sub(r"\.run\.json$", ".jsonl", str(one))) for one in inner]
+    inner = sorted(file for file in found if file.parent.suffix != ".journals") or sorted(path.glob("*.safetensors"))
+    return [Path(re.sub(r"\.run\.json$", ".jsonl", str(file))) for file in inner]
 
 
 def is_step(path: Path) -> bool:
@@ -148,8 +148,8 @@ def recorded_episodes(path: str | PathLike[str]) -> Iterator[RecordedEpisode | P
         inner = recorded_in(path)
         if not inner:
             yield str(path), NotEnoughError("no recorded episodes: no evaluation, journal, trajectory or training step")
-        for one in inner:
-            yield from recorded_episodes(one)
+        for inner_path in inner:
+            yield from recorded_episodes(inner_path)
     else:
         try:
             path.stat()
@@ -286,13 +286,13 @@ def _check_record(replayed: Replayed, group: Group, found: Iterable[Finding]) ->
         found: What the doctor found in it.
     """
     known = (*_CONTRADICTIONS, *_CREDIT, *(_NOT_TRAINED if group.kind == "step" else ()))
-    first = next((one for one in found if one.kind in known), None)
+    first = next((finding for finding in found if finding.kind in known), None)
     if first is None:
         replayed.stages["record"] = SAME
         return True
     turn, token = first.turn, first.token
     if turn is None and first.sequence is not None and token is not None:
-        episode = next(one for one in group.episodes if one.id == first.episode)
+        episode = next(episode for episode in group.episodes if episode.id == first.episode)
         steps = episode.sequences[first.sequence].steps
         turn = next((step.turn.index for step in steps if token < step.stop), None)
     stage = "credit" if first.kind in _CREDIT and group.kind == "step" else "record"
@@ -337,14 +337,14 @@ async def _run_again(replayed: Replayed, episode: RecordedEpisode, env: Environm
     now = episode.outcome if recording.has_ended else now
     if then.termination_reason is not now:
         last = max((turn.index for turn in episode.trajectory.turns), default=None)
-        told = now.value if result.error is None or recording.has_ended else f"{now.value} ({result.error})"
-        replayed.differs(Difference("outcome", last, None, then.termination_reason.value, told, "outcome"))
+        reason = now.value if result.error is None or recording.has_ended else f"{now.value} ({result.error})"
+        replayed.differs(Difference("outcome", last, None, then.termination_reason.value, reason, "outcome"))
         return
     replayed.stages |= {"outcome": SAME, "reward": reward or SAME, "credit": MISSING, "loss": MISSING}
     if recording.has_ended:
         replayed.stages |= dict.fromkeys(("outcome", "reward"), "recorded only: the run ended where the record ends")
         return
-    values = [None if one.reward is None else one.reward.reward for one in (then, result)]
+    values = [None if step.reward is None else step.reward.reward for step in (then, result)]
     if reward is None and values[0] != values[1]:
         why = values[1] if result.reward_error is None else result.reward_error
         replayed.differs(Difference("reward", None, None, values[0], why, "reward"))
@@ -358,25 +358,25 @@ async def _run_again(replayed: Replayed, episode: RecordedEpisode, env: Environm
 def _other_message(recording: Recording, then: Observation, now: Observation) -> Difference | None:
     """Return the first message that differs although no prompt does; it belongs to the answer that it is or follows."""
     for at, pair in enumerate(zip_longest(then.messages, now.messages)):
-        one, other = (None if message is None else [message["role"], message["content"]] for message in pair)
-        if encode(one) != encode(other):
+        first, second = (None if message is None else [message["role"], message["content"]] for message in pair)
+        if encode(first) != encode(second):
             longer = max(then.messages, now.messages, key=len)
             count = sum(message["role"] == "assistant" for message in longer[: at + 1])
             answers = recording.answers()[: max(count, 1)]
             turn = answers[-1].index if answers else None
-            return Difference("the messages", turn, None, one and one[1], other and other[1])
+            return Difference("the messages", turn, None, first and first[1], second and second[1])
     return None
 
 
 def _other_token(recording: Recording, then: TokenObservation, now: TokenObservation) -> Difference | None:
     """Return the first value that differs in the columns that a result has besides the model calls."""
     for name in ("token_ids", "loss_mask", "logprobs"):
-        one, other = getattr(then, name), getattr(now, name)
-        if one != other:
-            at = first_difference(one, other)
+        first, second = getattr(then, name), getattr(now, name)
+        if first != second:
+            at = first_difference(first, second)
             paths = ((turn.index, turn.token_ids()) for turn in recording.answers())
             turn = next((turn for turn, ids in paths if at < len(ids) and ids[:at] == now.token_ids[:at]), None)
-            return Difference(name, turn, at, one[at : at + 1], other[at : at + 1], "credit")
+            return Difference(name, turn, at, first[at : at + 1], second[at : at + 1], "credit")
     return None
 
 
@@ -419,17 +419,21 @@ def replay_step(folder: Path) -> Iterator[Replayed]:
     found = findings(groups)
     trained = {row.episode for row in rows}
     episodes = chain.from_iterable(group.episodes for group in groups)
-    is_whole = bool(rows.settings) and all(one.has_trajectory for one in episodes)
+    is_whole = bool(rows.settings) and all(episode.has_trajectory for episode in episodes)
     loss, now = _loss_again(rows)
     weights = zip(rows, _weights(rows), strict=True) if is_whole else ()
     wrong = {row.episode: (row, weight) for row, weight in weights if not _fits(row, weight)}
     for group in groups:
         for inspected in group.episodes:
             replayed = Replayed(f"{folder.name}/{inspected.id}", recorded=inspected.trajectory)
-            own = (one for one in found if one.episode in (inspected.id, None) and one.group in (group.id, None))
+            episode_findings = (
+                finding
+                for finding in found
+                if finding.episode in (inspected.id, None) and finding.group in (group.id, None)
+            )
             if not inspected.has_trajectory:
                 replayed.stages["record"] = "its trajectory is not in the folder"
-            elif _check_record(replayed, group, own):  # the doctor makes the rows again
+            elif _check_record(replayed, group, episode_findings):  # the doctor makes the rows again
                 replayed.stages |= dict.fromkeys(("agent", "tools", "outcome", "reward"), "the task is not in the file")
                 replayed.stages["credit"] = (
                     SAME if is_whole else "not all of the batch, or its settings, is in the file"
@@ -485,18 +489,20 @@ def _weights(rows: TrainingRows) -> list[float | None]:
 
 def summary(replayed: Sequence[Replayed]) -> Iterator[str]:
     """Yield lines that say how many episodes are the same, and by which cause the others differ."""
-    same = sum(one.is_same for one in replayed)
+    same = sum(episode.is_same for episode in replayed)
     yield f"{same} of {counted(len(replayed), 'episode')} replayed without a difference"
-    causes = Counter((one.difference.stage, one.difference.what) for one in replayed if one.difference is not None)
+    causes = Counter(
+        (episode.difference.stage, episode.difference.what) for episode in replayed if episode.difference is not None
+    )
     for (stage, what), count in causes.most_common():
         yield f"{count:6}  {stage}: {what}"
     left = len(replayed) - same - causes.total()
     if left:
         yield f"{left:6}  not compared"
-    for why, count in Counter(one.stages.get("loss", MISSING) for one in replayed).items():
+    for why, count in Counter(episode.stages.get("loss", MISSING) for episode in replayed).items():
         if why not in (SAME, DIFFERS, MISSING):
             yield f"{count:6}  loss: {why}"
-    changed = Counter(chain.from_iterable(one.changed for one in replayed))
+    changed = Counter(chain.from_iterable(episode.changed for episode in replayed))
     if changed:
         yield f"the environment has another {', '.join(changed)} than in the record"
 
@@ -504,11 +510,16 @@ def summary(replayed: Sequence[Replayed]) -> Iterator[str]:
 def as_data(replayed: Replayed) -> dict[str, Any]:
     """Return what came of an episode as JSON-like data."""
     difference = replayed.difference
-    told = None
+    difference_data = None
     if difference is not None:
         place = {"stage": difference.stage, "turn": difference.turn, "token": difference.token}
-        told = {**place, "what": difference.what, "told": described(difference)}
-    return {"name": replayed.name, "stages": replayed.stages, "difference": told, "changed": replayed.changed}
+        difference_data = {**place, "what": difference.what, "told": described(difference)}
+    return {
+        "name": replayed.name,
+        "stages": replayed.stages,
+        "difference": difference_data,
+        "changed": replayed.changed,
+    }
 
 
 def replay_page(replayed: Iterable[Replayed]) -> str:
@@ -518,16 +529,16 @@ def replay_page(replayed: Iterable[Replayed]) -> str:
         PageTooLargeError: They hold more tokens than a page can show.
     """
     groups, found = [], []
-    for one in replayed:
-        difference = one.difference
-        if difference is None or one.recorded is None:
+    for episode in replayed:
+        difference = episode.difference
+        if difference is None or episode.recorded is None:
             continue
-        pair = {"recorded": one.recorded} | ({} if one.now is None else {"now": one.now})
-        group = as_group(one.name, pair)
+        pair = {"recorded": episode.recorded} | ({} if episode.now is None else {"now": episode.now})
+        group = as_group(episode.name, pair)
         sequence = None if difference.token is None else _sequence_with(group, difference.turn)
-        told = described(difference)
+        explanation = described(difference)
         place = (difference.turn, sequence, difference.token)
-        found.append(Finding(difference.stage, told, group.file, one.name, "recorded", *place))
+        found.append(Finding(difference.stage, explanation, group.file, episode.name, "recorded", *place))
         groups.append(group)
     return render(groups, found, title="Replay")
 
@@ -560,9 +571,9 @@ def assert_replays(
     """
 
     async def run() -> list[Replayed]:
-        return [one async for one in replay([path], make_environment, tools=tools)]
+        return [episode async for episode in replay([path], make_environment, tools=tools)]
 
     replayed = asyncio.run(run())
-    wrong = [str(one) for one in replayed if not one.is_same]
+    wrong = [str(episode) for episode in replayed if not episode.is_same]
     assert replayed, f"{path}: no recorded episodes"
     assert not wrong, "\n".join([*summary(replayed), *wrong])

@@ -104,7 +104,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
         success_threshold=success_threshold,
         notes=[
             f"{len(run.prompts)} prompts x {n} samples: {counts}.",
-            *(f"{what.capitalize()}: {told}." for what, told in failure_causes(samples)),
+            *(f"{what.capitalize()}: {causes}." for what, causes in failure_causes(samples)),
             *(["Samples that were not run or were dropped are in no metric and no state."] if missing else []),
             "In the table of tasks, reward, sampled tokens and seconds are means over a task's samples.",
             *episodes.notes,
@@ -117,7 +117,7 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
             ),
         ],
         plots=[
-            *_histogram("Rewards", "samples", [one.reward for one in samples if one.reward is not None]),
+            *_histogram("Rewards", "samples", [sample.reward for sample in samples if sample.reward is not None]),
             *_histogram("Sampled tokens", "samples", _measured(samples, "sampled_tokens")),
             *_histogram("Seconds", "samples", _measured(samples, "seconds")),
         ],
@@ -130,14 +130,14 @@ def report_page(path: str | Path, *, success_threshold: float, prices: Prices | 
             Task(
                 name=prompt,
                 state=_state(scored.get(prompt, [])),
-                values={name: [_finite(of.get(prompt))] for name, of in values.items()},
+                values={name: [_finite(by_prompt.get(prompt))] for name, by_prompt in values.items()},
                 facts=[
                     sum(not sample.is_finished for sample in row) or None,
                     _mean([score.reward for score in scored.get(prompt, [])]),
                     _mean(_measured(row, "sampled_tokens")),
                     _mean(_measured(row, "seconds")),
                 ],
-                samples=[episodes.of(0, row)],
+                samples=[episodes.samples_of(0, row)],
             )
             for prompt, row in results.items()
         ],
@@ -216,7 +216,7 @@ def comparison_page(first: str | Path, second: str | Path, *, success_threshold:
                     "mean reward": _pair(task.first_reward, task.second_reward),
                 },
                 facts=[],
-                samples=[episodes.of(0, row), episodes.of(1, other_row)],
+                samples=[episodes.samples_of(0, row), episodes.samples_of(1, other_row)],
             )
             for task, row, other_row in rows
         ],
@@ -276,7 +276,7 @@ class _Shown:
                 "see the tokens of one with strands-sglang view and its file of the folder with trajectories."
             )
 
-    def of(self, which: int, row: Sequence[EvalSample]) -> list[tuple[str, int]]:
+    def samples_of(self, which: int, row: Sequence[EvalSample]) -> list[tuple[str, int]]:
         """Return reward and number of the samples that the page has; one may have been written since."""
         return [
             ("–" if sample.reward is None else f"{sample.reward:.3g}", self._numbers[which, sample.key])
@@ -291,13 +291,13 @@ class _Shown:
 def _verdict(difference: Difference) -> str:
     """Which of two evaluations is better, if their interval tells."""
     interval = difference.interval
-    told = f"{difference.name} {interval.value:+.3f}"
+    text = f"{difference.name} {interval.value:+.3f}"
     if interval.low is None or interval.high is None:
-        return f"Too few prompts to tell which is better: {told}"
-    told += f", {interval_text(interval.low, interval.high, '+')}"
+        return f"Too few prompts to tell which is better: {text}"
+    text += f", {interval_text(interval.low, interval.high, '+')}"
     if interval.low <= 0 <= interval.high:
-        return f"No clear difference: {told}"
-    return f"{'B' if interval.value > 0 else 'A'} is better: {told}"
+        return f"No clear difference: {text}"
+    return f"{'B' if interval.value > 0 else 'A'} is better: {text}"
 
 
 def _title(run: Run) -> str:
@@ -318,7 +318,7 @@ def _about(path: str | Path, run: Run, samples: Sequence[EvalSample]) -> list[tu
     sampling = config.get("sampling_params")
     when = ""
     if (span := time_span(path, samples)) is not None:
-        took = "took" if sum(one.is_finished for one in samples) == len(run.sample_keys) else "so far"
+        took = "took" if sum(sample.is_finished for sample in samples) == len(run.sample_keys) else "so far"
         began = f"{datetime.fromtimestamp(span[0], timezone.utc):%Y-%m-%d %H:%M} UTC"
         when = f"{began}, {took} {span[1] - span[0]:,.1f} s"
     facts = {
@@ -335,8 +335,8 @@ def _about(path: str | Path, run: Run, samples: Sequence[EvalSample]) -> list[tu
         "Started": when,
         "Results": path,
     }
-    told = [(name, f"{value}"[:300]) for name, value in facts.items() if value not in (None, "")]
-    return [*told, *_made_by("report", path)]
+    rows = [(name, f"{value}"[:300]) for name, value in facts.items() if value not in (None, "")]
+    return [*rows, *_made_by("report", path)]
 
 
 def _made_by(command: str, *paths: str | Path) -> list[tuple[str, str]]:
@@ -394,7 +394,7 @@ def _pair(first: float, second: float) -> list[float | None]:
 
 def _outcomes(samples: Mapping[str, Sequence[EvalSample]]) -> Table:
     """How many samples have each outcome, and their share; for two evaluations also what moved."""
-    counts = [Counter(one.step_result.termination_reason.value for one in those) for those in samples.values()]
+    counts = [Counter(sample.step_result.termination_reason.value for sample in run) for run in samples.values()]
     totals = [max(1, sum(count.values())) for count in counts]
     names = sorted(dict.fromkeys(chain.from_iterable(counts)), key=lambda name: (-counts[0][name], name))
     moved = len(counts) == 2
@@ -444,7 +444,7 @@ def _drawn(chart: Any) -> str:
     return svg.replace("<svg ", f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" ', 1)
 
 
-def _histogram(title: str, of: str, values: Sequence[float]) -> list[Plot]:
+def _histogram(title: str, noun: str, values: Sequence[float]) -> list[Plot]:
     """A bar for each of some equal ranges between round numbers, empty ones included; nothing for a single value."""
     import leather
 
@@ -457,11 +457,11 @@ def _histogram(title: str, of: str, values: Sequence[float]) -> list[Plot]:
     names = [f"{start:,.{decimals}f}" for start in starts]
     chart = leather.Chart()
     chart.add_y_scale(0, max(counts))
-    chart.add_y_axis(name=of, tick_formatter=lambda value, *_: f"{value:,.0f}" if value == int(value) else "")
+    chart.add_y_axis(name=noun, tick_formatter=lambda value, *_: f"{value:,.0f}" if value == int(value) else "")
     chart.add_x_axis(name=f"{title}{ranges}")
     chart.add_columns(list(zip(names, counts, strict=True)))
     says = ", ".join(f"{name}: {count}" for name, count in zip(names, counts, strict=True))
-    return [Plot(title=title, says=f"Number of {of}{ranges}. {says}", svg=_drawn(chart))]
+    return [Plot(title=title, says=f"Number of {noun}{ranges}. {says}", svg=_drawn(chart))]
 
 
 def _bins(values: Sequence[float]) -> tuple[list[float], list[int], float]:

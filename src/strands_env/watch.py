@@ -218,17 +218,17 @@ def stop_key() -> Iterator[Callable[[float], bool]]:
     SIGTERM is like Ctrl-C meanwhile, so that the terminal is as before in the end.
     """
     keyboards = [sys.stdin.fileno()] if terminal.is_terminal(sys.stdin) else []
-    modes = {one: termios.tcgetattr(one) for one in keyboards}
+    modes = {keyboard: termios.tcgetattr(keyboard) for keyboard in keyboards}
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for one in keyboards:
-            tty.setcbreak(one)
+        for keyboard in keyboards:
+            tty.setcbreak(keyboard)
         yield lambda seconds: any(
-            b"q" in (os.read(one, 64) or b"q") for one in select.select(keyboards, [], [], seconds)[0]
+            b"q" in (os.read(keyboard, 64) or b"q") for keyboard in select.select(keyboards, [], [], seconds)[0]
         )  # a terminal without bytes is closed
     finally:
-        for one, mode in modes.items():
-            termios.tcsetattr(one, termios.TCSAFLUSH, mode)
+        for keyboard, mode in modes.items():
+            termios.tcsetattr(keyboard, termios.TCSAFLUSH, mode)
         signal.signal(signal.SIGTERM, handler)
 
 
@@ -289,8 +289,8 @@ class EvaluationView:
             further = "check the server, or start it again at the same address"
         elif hung:
             before = f"the slowest that ended took {duration(max(took_each))}" if finished else "none has ended yet"
-            told = f"{counted(len(hung), 'sample')} may hang: running for {duration(min(hung))} or more"
-            alarms = [f"{told}, {before}"]
+            alarm = f"{counted(len(hung), 'sample')} may hang: running for {duration(min(hung))} or more"
+            alarms = [f"{alarm}, {before}"]
             further = "give the environment an episode_timeout (--env-args), and run the same command again"
         failure = last_failure(samples, now)
         if has_stopped:
@@ -352,14 +352,14 @@ def pace_lines(samples: Sequence[EvalSample], missing: int, now: float, window: 
         window: Seconds over which the rate is measured.
     """
     ends = sorted(
-        (one.ended_at, one.step_result.observation.metrics.get("sampled_tokens") or 0)
-        for one in samples
-        if one.is_finished and one.ended_at
+        (sample.ended_at, sample.step_result.observation.metrics.get("sampled_tokens") or 0)
+        for sample in samples
+        if sample.is_finished and sample.ended_at
     )
     if not ends:
         return []
     now = max(now, ends[-1][0])
-    recent = [one for one in ends if now - one[0] <= window]
+    recent = [end for end in ends if now - end[0] <= window]
     since = f"last result {duration(now - ends[-1][0])} ago"
     rate = results_per_second([at for at, _ in recent], now)
     if not rate or not missing:
@@ -378,9 +378,9 @@ def last_failure(samples: Sequence[EvalSample], now: float) -> str:
         now: The time, in seconds since 1970.
     """
     failed = [
-        (one.ended_at, one.name, shortened(cause_of(one)))
-        for one in samples
-        if one.ended_at and (one.is_errored or not one.is_finished)
+        (sample.ended_at, sample.name, shortened(cause_of(sample)))
+        for sample in samples
+        if sample.ended_at and (sample.is_errored or not sample.is_finished)
     ]
     if not failed:
         return ""
@@ -482,8 +482,8 @@ def _pace(steps: Steps, missing: float, silent: float) -> tuple[list[str], list[
     parts = [f"{duration(each)} a step"] if recent else []
     is_late = missing > 0 and silent > patience(seconds)
     if is_late or not steps:
-        told = ", ".join([f"no step{'' if steps else ' yet'} for {duration(silent)}", *parts])
-        return ([], [told]) if is_late else ([told], [])
+        line = ", ".join([f"no step{'' if steps else ' yet'} for {duration(silent)}", *parts])
+        return ([], [line]) if is_late else ([line], [])
     if recent and 0 < missing < math.inf:
         parts.append(f"{duration(missing * each - min(silent, each))} left")
     parts.append(f"last step {duration(silent)} ago")
@@ -500,9 +500,9 @@ def outcomes(path: Path) -> list[str]:
         path: The step's `rows.safetensors`.
     """
     rows = TrainingRows.load(path)
-    ends = Counter(str(one.get("outcome")) for one in rows.episodes.values())
-    told = f"{path.parent.name} ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}"
-    lines = ["", *wrapped(told)]
+    ends = Counter(str(episode.get("outcome")) for episode in rows.episodes.values())
+    line = f"{path.parent.name} ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}"
+    lines = ["", *wrapped(line)]
     for reason, count in rows.counts.most_common():
         lines += wrapped(f"left out: {count} x {reason}")
     return lines
@@ -582,8 +582,8 @@ def _score(names: Sequence[str], steps: Steps) -> str:
     if not rewarded:
         return ""
     best = max(rewarded, key=lambda step: step[name])
-    told = f"{name} {_last(steps, name):.3g}"
-    return f"{told}, best {best[name]:.3g} at step {best['step']:g}" if len(rewarded) > 1 else told
+    text = f"{name} {_last(steps, name):.3g}"
+    return f"{text}, best {best[name]:.3g} at step {best['step']:g}" if len(rewarded) > 1 else text
 
 
 def nan_since(names: Sequence[str], steps: Steps) -> tuple[dict[float, list[str]], list[str]]:

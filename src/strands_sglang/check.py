@@ -310,8 +310,8 @@ def report_lines(check: ModelCheck) -> Iterator[str]:
 def _server_lines(server: RoundTrip) -> Iterator[str]:
     yield from fact_lines([("server", server.base_url)], column=17)
     if server.error is not None:
-        told = server.error.replace("base_url", "--server")  # the option that sets it
-        for line in fact_lines([("FAILED", told)], column=17):
+        error = server.error.replace("base_url", "--server")  # the option that sets it
+        for line in fact_lines([("FAILED", error)], column=17):
             yield line.replace("FAILED", paint("FAILED", "red"), 1)
         return
     sampled = counted(server.sampled_tokens, "token")

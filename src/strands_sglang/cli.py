@@ -213,10 +213,10 @@ def check(arguments: argparse.Namespace) -> int:
                 )
             )
     except ValueError as error:  # ChatTemplateError is one
-        told = str(error)
-        if not told.startswith("base_url"):
-            raise UsageError(f"{model if file is None else f'--chat-template {file}'}: {told}") from error
-        raise UsageError(told.replace("base_url", "--server", 1)) from error
+        message = str(error)
+        if not message.startswith("base_url"):
+            raise UsageError(f"{model if file is None else f'--chat-template {file}'}: {message}") from error
+        raise UsageError(message.replace("base_url", "--server", 1)) from error
     code = 0 if report.is_proven else FAILED
     if arguments.json:
         return say(json.dumps(report.as_dict(), indent=2), code=code)

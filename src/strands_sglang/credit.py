@@ -731,7 +731,9 @@ def training_rows(
             continue
         family = [episode for episode in batch if episode.group == group]
         compared = comparisons(
-            [[*map(sample_of, turns[one.id])] for one in family], [returns.get(one.id, []) for one in family], discount
+            [[*map(sample_of, turns[episode.id])] for episode in family],
+            [returns.get(episode.id, []) for episode in family],
+            discount,
         )
         advantages_of = partial(group_advantages, baseline=baseline, normalize_std=normalize_std)
         columns = [returns[member.id] for member in members]
@@ -739,8 +741,8 @@ def training_rows(
             advantages_of([column[min(number, len(column) - 1)] for column in columns])
             for number in range(0 if compared else max(map(len, columns)))
         ]
-        own = [[advantages_of(values)[0] for values in turn_values] for turn_values in compared]
-        for member, values in zip(members, own or zip(*by_turn, strict=True), strict=True):
+        turn_advantages = [[advantages_of(values)[0] for values in turn_values] for turn_values in compared]
+        for member, values in zip(members, turn_advantages or zip(*by_turn, strict=True), strict=True):
             advantages[member.id] = {turn.index: value for turn, value in zip(turns[member.id], values, strict=False)}
         if not any(any(advantages[member.id].values()) for member in members):
             flat.append(group)
@@ -776,7 +778,7 @@ def training_rows(
         rows,
         left_out,
         flat,
-        {name: own for name, own in advantages.items() if name not in left_out},
+        {name: values for name, values in advantages.items() if name not in left_out},
         {episode.id: math.fsum(_rewards(episode)) for episode in batch if episode.id in returns},
         settings=settings,
         episodes={

@@ -70,7 +70,7 @@ def measure_mismatch(rows: Iterable[TrainingRow], *, band: tuple[float, float] =
                 "dataclasses.replace(row, trainer_logprobs=...)"
             )
         pairs = zip(row.trainer_logprobs, row.logprobs, strict=True)
-        differences += [own - sampled for own, sampled in compress(pairs, row.loss_mask)]
+        differences += [trained - sampled for trained, sampled in compress(pairs, row.loss_mask)]
     if not differences:
         raise ValueError("there is no trained token to compare")
     d = np.array(differences)
@@ -97,7 +97,7 @@ def mismatch_by_episode(rows: Iterable[TrainingRow], *, band: tuple[float, float
     episodes: dict[str, list[TrainingRow]] = {}
     for row in rows:
         episodes.setdefault(row.episode, []).append(row)
-    return {name: measure_mismatch(own, band=band) for name, own in episodes.items()}
+    return {name: measure_mismatch(rows, band=band) for name, rows in episodes.items()}
 
 
 def under_sampling_mask(row: TrainingRow) -> TrainingRow:

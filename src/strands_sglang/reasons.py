@@ -138,7 +138,7 @@ def _of_sentence(sentence: str) -> Reason:
 def _patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
     """Yield the kinds with what their sentences match, those with the most words of their own first."""
     sentences = [*SENTENCES.items(), *EARLIER.items()]
-    for kind, sentence in sorted(sentences, key=lambda one: -len(one[1])):
+    for kind, sentence in sorted(sentences, key=lambda pair: -len(pair[1])):
         if sentence != "{0}":
             numbers = re.sub(r"\\{(turn|position)\\}", r"(?P<\1>\\d+)", re.escape(sentence))
             yield kind, re.compile(re.sub(r"\\{(\d)\\}", r"(?P<_\1>.+)", numbers), re.DOTALL)

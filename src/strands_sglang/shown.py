@@ -41,7 +41,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+def first_difference(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return where two texts or lists of tokens begin to differ; the shorter length if one begins the other."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (here, there) in pairs if here != there), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (here, there) in pairs if here != there), min(len(first), len(second)))

@@ -112,11 +112,13 @@ class Parser(argparse.ArgumentParser):
         known = tuple(action.choices or (value,))
         if value in known:
             return
-        told = f"no such name{meant(value, known)} (known: {', '.join(known)})"
+        problem = f"no such name{meant(value, known)} (known: {', '.join(known)})"
         if action.dest == "command":
             owner = next((program for program, names in COMMANDS.items() if value in names), None)
-            self.error(f"{value}: {told}" if owner is None else f"{value} is a command of {owner}, not of {self.prog}")
-        raise argparse.ArgumentError(action, f"{value}: {told}")
+            self.error(
+                f"{value}: {problem}" if owner is None else f"{value} is a command of {owner}, not of {self.prog}"
+            )
+        raise argparse.ArgumentError(action, f"{value}: {problem}")
 
 
 def meant(name: str, known: Iterable[str]) -> str:

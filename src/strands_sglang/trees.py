@@ -54,18 +54,18 @@ def comparisons(
         for turn in path:
             first.setdefault(turn, place)
     longest = max(map(len, returns), default=0)
-    padded = [own + own[-1:] * (longest - len(own)) for own in returns]
+    padded = [values + values[-1:] * (longest - len(values)) for values in returns]
 
     compared_once: dict[Hashable, list[float]] = {}  # copies of a turn have one value, whatever the order
 
     def compare(place: int) -> list[list[float]]:
-        path, own = paths[place], returns[place]
-        values = [*own]
+        path, values_after = paths[place], returns[place]
+        values = [*values_after]
         for number in reversed(range(len(path) - 1)):
             later = values[number + 1]
             if path[number] in forks:
                 later = statistics.fmean(padded[fork][number + 1] for fork in forks[path[number]])
-            values[number] += discount * (later - own[number + 1])
+            values[number] += discount * (later - values_after[number + 1])
         compared = []
         node: Hashable = None
         for number, turn in enumerate(path):
@@ -79,7 +79,7 @@ def comparisons(
 
     if not forks.keys() - {None}:
         return []
-    return [compare(place) for place, own in enumerate(returns) if own]
+    return [compare(place) for place, values in enumerate(returns) if values]
 
 
 def evenly(trajectory: Trajectory, n: int = 1) -> list[int]:
@@ -116,9 +116,9 @@ def at_high_entropy(trajectory: Trajectory, n: int = 1) -> list[int]:
 
 def _forkable(trajectory: Trajectory) -> list[Turn]:
     """Return the turns of the main agent that an episode can be forked before, without the first."""
-    own = [turn for turn in trajectory.turns if not turn.is_auxiliary]
-    is_kept = [turn.agent == own[0].agent and turn.status is not TurnStatus.DISCARDED for turn in own]
-    return [*compress(own, is_kept)][1:]
+    turns = [turn for turn in trajectory.turns if not turn.is_auxiliary]
+    is_kept = [turn.agent == turns[0].agent and turn.status is not TurnStatus.DISCARDED for turn in turns]
+    return [*compress(turns, is_kept)][1:]
 
 
 def _mean_logprob(turn: Turn) -> float:

@@ -223,7 +223,7 @@ class EpisodeHooks(HookProvider):
         """
         changed = {}
         shown = results_in(messages)
-        for use_id in self.returned if are_all else [one for one in shown if one in self.returned]:
+        for use_id in self.returned if are_all else [use_id for use_id in shown if use_id in self.returned]:
             returned = self.returned[use_id]
             with suppress(TypeError, ValueError, RecursionError):
                 if returned != shown.get(use_id, {}) or _has_nan(returned):
@@ -643,11 +643,11 @@ class Environment(Identified):
             raise JournalError(f"{journal}: the journal holds no episode of an environment: {error!r:.200}") from error
         here = json.loads(json.dumps(self.identity(), default=str))
         for name in {**here, **point.environment}:
-            recorded, own = point.environment.get(name), here.get(name)
-            if recorded != own:
+            recorded, current = point.environment.get(name), here.get(name)
+            if recorded != current:
                 raise JournalError(
                     f"{journal}: the episode is of another environment: its {name} is {recorded!r:.200}, and here "
-                    f"{own!r:.200}"
+                    f"{current!r:.200}"
                 )
         why_not = point.restart_only or self.restart_only
         if why_not is not None and point.result is None:
@@ -1055,7 +1055,7 @@ def _silent_server(episode: _Running) -> Outage | None:
     turns = [] if episode.trajectory is None else episode.trajectory.turns
     if not isinstance(episode.model, SGLangModel) or not turns or turns[-1].is_answered:
         return None
-    silent = {one.base_url: one for one in outages() if one.seconds >= SILENT_S}
+    silent = {outage.base_url: outage for outage in outages() if outage.seconds >= SILENT_S}
     is_gone = silent.keys() >= set(episode.model.client.base_urls)
     return silent[episode.model.client.base_url] if is_gone else None
 
@@ -1111,8 +1111,8 @@ def episode_metrics(
     metrics: dict[str, Any] = {
         "model_calls": loop.cycle_count,
         "tool_iterations": iterations,
-        "tool_calls": sum(int(one["calls"]) for one in tools.values()),
-        "tool_errors": sum(int(one["errors"]) for one in tools.values()),
+        "tool_calls": sum(int(tool["calls"]) for tool in tools.values()),
+        "tool_errors": sum(int(tool["errors"]) for tool in tools.values()),
         "tool_parse_errors": sum(parse_errors.values()),
         "input_tokens": usage["inputTokens"],
         "cached_tokens": usage.get("cacheReadInputTokens", 0),
@@ -1202,7 +1202,7 @@ def _read(given: Sequence[Any], name: str) -> tuple[list[str], list[Message]]:
             if (
                 messages
                 and messages[-1]["role"] == "user"
-                and all("toolResult" in one for one in messages[-1]["content"])
+                and all("toolResult" in block for block in messages[-1]["content"])
             ):
                 messages[-1]["content"].append(block)
             else:

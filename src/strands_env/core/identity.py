@@ -140,7 +140,7 @@ def _function(function: FunctionType, depth: int) -> Any:
             captured[variable] = describe(content, depth + 1)
     # And the default values of its parameters: `lambda answer, limit=limit: ...`.
     presets = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-    constant = {str(name): describe(one, depth + 1) for name, one in presets if isinstance(one, _CONSTANT)}
+    constant = {str(name): describe(preset, depth + 1) for name, preset in presets if isinstance(preset, _CONSTANT)}
     code = hashlib.sha256(_code(function.__code__)).hexdigest()[:16]
     described = {"function": name, "code": code, "captured": captured, "defaults": constant}
     return {name: content for name, content in described.items() if content}
@@ -218,7 +218,11 @@ def _signature(cls: type) -> inspect.Signature:
 @functools.lru_cache(maxsize=256)
 def _defaults(cls: type) -> dict[str, Any]:
     parameters = _signature(cls).parameters.items()
-    return {name: describe(one.default, 1) for name, one in parameters if one.default is not inspect.Parameter.empty}
+    return {
+        name: describe(parameter.default, 1)
+        for name, parameter in parameters
+        if parameter.default is not inspect.Parameter.empty
+    }
 
 
 def _name(cls: type) -> str:

@@ -370,8 +370,10 @@ def build_model_factory(config: Mapping[str, Any]) -> Callable[[], Model]:
         read = _FACTORY_CONFIG.validate_python(dict(config))
     except ValidationError as error:
         reasons = "; ".join(
-            f"{'.'.join(str(part) for part in one['loc'][1:]) or 'backend'}: {one['msg']}" if one["loc"] else one["msg"]
-            for one in error.errors()
+            f"{'.'.join(str(part) for part in problem['loc'][1:]) or 'backend'}: {problem['msg']}"
+            if problem["loc"]
+            else problem["msg"]
+            for problem in error.errors()
         )
         raise ValueError(f"invalid model configuration: {reasons}") from error
     given = read.model_dump(exclude={"backend", "client", "config"})

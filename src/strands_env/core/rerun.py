@@ -117,7 +117,7 @@ class Rerun(HookProvider):
             return
         recorded = self._results[use["toolUseId"]]
         if (recorded is None) is not bool(event.cancel_tool):
-            then, now = ("did not run" if one else "ran" for one in (recorded is None, event.cancel_tool))
+            then, now = ("did not run" if is_skipped else "ran" for is_skipped in (recorded is None, event.cancel_tool))
             self.recording.note(Difference(f"whether {use['name']} runs", self._turn(use), None, then, now))
             event.cancel_tool = "the replay ends here"
         if event.selected_tool is not None and recorded is not None and self.tools == "recorded":
@@ -131,7 +131,7 @@ class Rerun(HookProvider):
             return
         then: Any
         now: Any
-        then, now = ({"status": "success", **one, "toolUseId": ""} for one in (recorded, event.result))
+        then, now = ({"status": "success", **result, "toolUseId": ""} for result in (recorded, event.result))
         if then != now and _as_json(then) != _as_json(now):
             what = f"the result of {event.tool_use['name']}"
             if then["status"] == now["status"]:

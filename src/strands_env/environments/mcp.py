@@ -40,12 +40,12 @@ class _Servers:
 
     Attributes:
         environment: Environment of the step.
-        own: Clients that the step has started.
+        started: Clients that the step has started.
         tools: Tools of all its servers.
     """
 
     environment: MCPEnvironment
-    own: list[MCPClient] = field(default_factory=list)
+    started: list[MCPClient] = field(default_factory=list)
     tools: list[Any] = field(default_factory=list)
 
 
@@ -130,11 +130,11 @@ class MCPEnvironment(Environment):
         """
         await super().reset()
         given: Any = self._clients
-        own = not isinstance(given, MCPClient | Sequence)
-        clients = await maybe_await(given() if own else given)
+        is_made = not isinstance(given, MCPClient | Sequence)
+        clients = await maybe_await(given() if is_made else given)
         tools: list[Any] = []
         for client in [clients] if isinstance(clients, MCPClient) else clients:
-            if own:
+            if is_made:
                 await self._start(client)
             try:
                 tools += await _tools_of(client, self._answer_timeout)
@@ -157,7 +157,7 @@ class MCPEnvironment(Environment):
                 def check() -> None:
                     if not is_over.is_set():
                         loop.call_later(_POLL_S, check)
-                    elif client not in servers.own:
+                    elif client not in servers.started:
                         scope.cancel()
 
                 check()
@@ -175,7 +175,7 @@ class MCPEnvironment(Environment):
             if is_over.is_set():  # perhaps no step waits any more
                 client.stop(None, None, None)
                 raise late
-            servers.own.append(client)
+            servers.started.append(client)
 
         starting = asyncio.ensure_future(run_in_thread(start))
         try:
@@ -200,7 +200,7 @@ class MCPEnvironment(Environment):
     async def cleanup(self) -> None:
         """Stop the step's own servers. May be called twice."""
         servers = self._servers
-        clients, servers.own, servers.tools = servers.own, [], []
+        clients, servers.started, servers.tools = servers.started, [], []
         await asyncio.gather(*map(_stop, clients))
         await super().cleanup()
 

@@ -116,7 +116,7 @@ def described(ran: Execution, limits: SandboxLimits) -> str:
         sizes = {"memory": limits.memory_bytes >> 20, "disk": limits.disk_bytes >> 20}
         note = _NOTES[ran.ended].format(limits=limits, **sizes)
     elif ran.exit_code is not None and ran.exit_code < 0:
-        names = {one.value: one.name for one in signal.Signals}  # most real-time signals have none
+        names = {member.value: member.name for member in signal.Signals}  # most real-time signals have none
         note = f"[ended by {names.get(-ran.exit_code, f'signal {-ran.exit_code}')}]"
         if -ran.exit_code == signal.SIGKILL:
             note = f"[killed: it used more than {limits.cpu_s} seconds of CPU time, or the machine ran out of memory]"

@@ -303,7 +303,7 @@ def _field(
     name = named
     if named is None:
         lower = {key.lower(): key for key in reversed(list(row))}
-        name = next((lower[one] for one in usual if one in lower), None)
+        name = next((lower[column] for column in usual if column in lower), None)
     value: Any = None if name is None else row.get(name)
     if value is None and named is not None and "." in named:
         value = row
@@ -370,7 +370,7 @@ def _files(folder: Path, split: str | None) -> list[Path]:
     }
     if not names:
         raise TaskError(f"{folder}: no data files; looked for {', '.join(_SUFFIXES)}")
-    present = [one for one, pattern in _SPLITS.items() if any(is_of(pattern, name) for name in names.values())]
+    present = [split for split, pattern in _SPLITS.items() if any(is_of(pattern, name) for name in names.values())]
     if split is None and len(present) > 1:
         raise TaskError(f"{folder} has the splits {', '.join(present)}: pass split={present[-1]}")
     if split is not None:
@@ -388,7 +388,7 @@ def _files(folder: Path, split: str | None) -> list[Path]:
         {"/".join(part for part in name.parts[:-1] if not splits.fullmatch(part)) for name in names.values()}
     )
     if len(parents) > 1:
-        shown = ", ".join(one or "." for one in parents[:5])
+        shown = ", ".join(parent or "." for parent in parents[:5])
         raise TaskError(f"{folder} has several datasets ({shown}): name the folder of one")
     return list(names)
 
@@ -408,18 +408,22 @@ def _declared_files(folder: Path, split: str | None) -> list[Path] | None:
 
     try:
         header = metadata_load(card) or {}
-        named = {str(one.get("config_name")): one for one in header.get("configs") or () if "data_files" in one}
-        default = [name for name, one in named.items() if one.get("default") or len(named) == 1] or ["default"]
+        named = {
+            str(config.get("config_name")): config for config in header.get("configs") or () if "data_files" in config
+        }
+        default = [name for name, config in named.items() if config.get("default") or len(named) == 1] or ["default"]
         if not named:
             return None
         if default[0] not in named:
             raise TaskError(f"{card} names several datasets ({', '.join(named)}): name the folder or file of one")
         config = named[default[0]]
         files = config["data_files"]
-        if isinstance(files, list) and all(isinstance(one, Mapping) for one in files):
-            files = {one["split"]: one["path"] for one in files}
-        splits = {str(name): one for name, one in (files if isinstance(files, Mapping) else {"train": files}).items()}
-        splits = {name: [one] if isinstance(one, str) else list(one) for name, one in splits.items()}
+        if isinstance(files, list) and all(isinstance(entry, Mapping) for entry in files):
+            files = {entry["split"]: entry["path"] for entry in files}
+        splits = {
+            str(name): paths for name, paths in (files if isinstance(files, Mapping) else {"train": files}).items()
+        }
+        splits = {name: [paths] if isinstance(paths, str) else list(paths) for name, paths in splits.items()}
         base = folder / config.get("data_dir", "")
     except TaskError:
         raise

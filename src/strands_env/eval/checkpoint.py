@@ -420,10 +420,10 @@ class Storage:
             CheckpointError: The sample is from another environment; says what differs.
         """
         known, new = flat(self.finished[key].environment or {}), flat(decode(encode(identity)))
-        for one, other in ((known, new), (new, known)):
-            if not any(name.startswith("served.") for name in one):  # the server does not report its weights
-                for name in [name for name in other if name.startswith("served.")]:
-                    del other[name]
+        for first, second in ((known, new), (new, known)):
+            if not any(name.startswith("served.") for name in first):  # the server does not report its weights
+                for name in [name for name in second if name.startswith("served.")]:
+                    del second[name]
         if known != new:
             raise CheckpointError(
                 f"{self.path} has results of another environment: {_difference(known, new)}; use another file for "
@@ -520,7 +520,7 @@ def time_span(path: str | os.PathLike[str], samples: Sequence[EvalSample]) -> tu
         samples: The samples that have ended.
     """
     file = results_file(path)
-    times = [(one.ended_at - one.seconds, one.ended_at) for one in samples if one.ended_at is not None]
+    times = [(sample.ended_at - sample.seconds, sample.ended_at) for sample in samples if sample.ended_at is not None]
     if not samples:
         times.append((side_file(file, ".run.json").stat().st_mtime,) * 2)
     if not times:
@@ -619,7 +619,7 @@ class ResultsReader:
         self._files = {side_file(file, ".failures.jsonl"): False, file: True}
         self._ends: dict[Path, int] = {}
         self._last: dict[Path, tuple[RecordPlace, bytes]] = {}  # the last complete record of each
-        self._samples: dict[Path, dict[str, EvalSample]] = {one: {} for one in self._files}
+        self._samples: dict[Path, dict[str, EvalSample]] = {file: {} for file in self._files}
         self._run: Run | None = None
 
     @property
@@ -834,7 +834,7 @@ class CheckpointFile:
             os.fsync(self._fd)
         except OSError as error:
             failure = self._fail(error, start)
-            outcomes = [failure if isinstance(one, RecordPlace) else one for one in outcomes]
+            outcomes = [failure if isinstance(outcome, RecordPlace) else outcome for outcome in outcomes]
         return outcomes
 
     def _put(self, line: Callable[[], bytes]) -> RecordPlace | CheckpointError:

@@ -87,7 +87,7 @@ class Concurrency:
         self._is_exhausted = False
 
     @classmethod
-    async def of(
+    async def from_limit(
         cls, limit: int | Literal["auto"], env_factory: EnvironmentFactory, actions: Sequence[Action]
     ) -> Concurrency:
         """Return the concurrency that an evaluation asks for.

@@ -195,8 +195,8 @@ class LocalRunner:
         return env
 
     async def _identity(self, env: Any) -> dict[str, Any]:
-        own = getattr(env, "identity", None)
-        identity = own() if callable(own) else describe(env)
+        identity_of = getattr(env, "identity", None)
+        identity = identity_of() if callable(identity_of) else describe(env)
         ask = getattr(getattr(env, "model_factory", None), "served", None)
         if ask is not None:
             asked = self._served.get(ask)

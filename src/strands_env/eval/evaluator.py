@@ -260,7 +260,7 @@ class Evaluator:
                 results=storage.path if storage is not None and self.journal else None,
             )
             actions = [prompt.action for prompt in prompts]
-            concurrency = await Concurrency.of(self.max_concurrency, self.env_factory, actions)
+            concurrency = await Concurrency.from_limit(self.max_concurrency, self.env_factory, actions)
             runner: Runner = episodes
             if self.executor is not None and prompts:
                 most = min(concurrency.most, len(run.sample_keys))
@@ -391,7 +391,7 @@ async def together(
     Raises:
         Exception: A worker failed with it.
     """
-    workers, others = ([asyncio.ensure_future(one) for one in them] for them in (work, helpers))
+    workers, others = ([asyncio.ensure_future(coroutine) for coroutine in them] for them in (work, helpers))
     ended: set[asyncio.Future[None]] = set()
     try:  # not with `gather`: as soon as one worker is cancelled, it would leave the others to their cleanup
         if workers:
@@ -411,11 +411,11 @@ def long_outages() -> list[str]:
 
 def _told(outage: Outage) -> str:
     wait = f"{counted(outage.waiting, 'sample')} wait{'s' * (outage.waiting == 1)}"
-    told = f"{outage.base_url} has not answered for {outage.seconds:.0f} s: {wait}"
+    line = f"{outage.base_url} has not answered for {outage.seconds:.0f} s: {wait}"
     if outage.seconds_left == math.inf:
-        return told
+        return line
     when = f"in {outage.seconds_left:.0f} s" if outage.seconds_left >= 1 else "at any moment"
-    return f"{told}; next dropped {when}"
+    return f"{line}; next dropped {when}"
 
 
 def results_per_second(ends: Sequence[float], now: float) -> float:

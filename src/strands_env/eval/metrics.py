@@ -336,7 +336,10 @@ def majority_at_k(answers: Sequence[Hashable | None], successes: Sequence[bool],
     n = len(answers)
     if len(successes) != n or not 1 <= k <= n:
         raise ValueError(f"{n} answers, {len(successes)} successes, k={k}")
-    columns = {answer: column for column, answer in enumerate(dict.fromkeys(one for one in answers if one is not None))}
+    columns = {
+        answer: column
+        for column, answer in enumerate(dict.fromkeys(answer for answer in answers if answer is not None))
+    }
     if not columns:
         return 0.0
     given = np.zeros((n, len(columns)))  # 1 where a sample gave an answer
@@ -529,20 +532,20 @@ def compare(
     if not common:
         raise ValueError("the evaluations have no prompt with scored samples in common")
     least, most = reward_scale(
-        [score.reward for score in row] for row in chain.from_iterable(one.values() for one in scored)
+        [score.reward for score in row] for row in chain.from_iterable(evaluation.values() for evaluation in scored)
     )
     successes, means = (
         [
-            np.array([float(np.mean([getattr(score, name) for score in one[content]])) for content in common])
-            for one in scored
+            np.array([float(np.mean([getattr(score, name) for score in evaluation[content]])) for content in common])
+            for evaluation in scored
         ]
         for name in ("is_success", "reward")
     )
     shared = set(sample_sizes(first[0].n_samples_per_prompt)) & set(sample_sizes(second[0].n_samples_per_prompt))
     measured = {"pass@1": successes}
     for k in sorted(shared - {1}):
-        enough = [content for content in common if all(len(one[content]) >= k for one in scored)]
-        rows_of = [[[score.is_success for score in one[content]] for content in enough] for one in scored]
+        enough = [content for content in common if all(len(evaluation[content]) >= k for evaluation in scored)]
+        rows_of = [[[score.is_success for score in evaluation[content]] for content in enough] for evaluation in scored]
         if enough:
             measured[f"pass@{k}"] = [pass_at_k(list(map(len, rows)), list(map(sum, rows)), k) for rows in rows_of]
     differences = []
@@ -563,9 +566,9 @@ def compare(
     counts = [
         Counter(
             score.sample.step_result.termination_reason.value
-            for score in chain.from_iterable(one[content] for content in common)
+            for score in chain.from_iterable(evaluation[content] for content in common)
         )
-        for one in scored
+        for evaluation in scored
     ]
     return Comparison(
         common=len(common),
@@ -586,9 +589,9 @@ def _configuration(first: tuple[Run, Results], second: tuple[Run, Results]) -> d
     facts = [flat(run.facts) for run, _ in (first, second)]
     if facts[0] == facts[1]:
         samples = [list(chain.from_iterable(results.values())) for _, results in (first, second)]
-        environments = [next((one.environment for one in those if one.environment), None) for those in samples]
+        environments = [next((sample.environment for sample in run if sample.environment), None) for run in samples]
         if None not in environments:
-            facts = [flat({"environment": one}) for one in environments]
+            facts = [flat({"environment": environment}) for environment in environments]
     return {
         name: (facts[0].get(name), facts[1].get(name))
         for name in {**facts[0], **facts[1]}
@@ -627,13 +630,13 @@ def headline(metrics: Mapping[str, float]) -> str:
     """
     if "pass@1" not in metrics:
         return ""
-    told, used = f"pass@1 {metrics['pass@1']:.3f}", metrics["pass@1_prompts"]
+    text, used = f"pass@1 {metrics['pass@1']:.3f}", metrics["pass@1_prompts"]
     low, high = metrics.get("pass@1_low", 0.0), metrics.get("pass@1_high", 1.0)
     if low > 0 or high < 1:
-        told += f", {interval_text(low, high)}"
+        text += f", {interval_text(low, high)}"
     if used < metrics["prompts"]:
-        told += f" ({used:.0f} of {metrics['prompts']:.0f} prompts)"
-    return told
+        text += f" ({used:.0f} of {metrics['prompts']:.0f} prompts)"
+    return text
 
 
 def metric_names(metrics: Mapping[str, float]) -> list[str]:
@@ -681,12 +684,12 @@ def metric_lines(metrics: Mapping[str, float]) -> list[str]:
     others = [
         f"{name}: {value:g}" for name, value in metrics.items() if name not in {*of_names, "prompts", *SAMPLE_COUNTS}
     ]
-    told = {name: f"{metrics[name]:.0f} {word}" for name, word in SAMPLE_COUNTS.items() if metrics.get(name)}
+    sample_counts = {name: f"{metrics[name]:.0f} {word}" for name, word in SAMPLE_COUNTS.items() if metrics.get(name)}
     for name in ("errored_samples", "unscored_samples"):  # of those that are done
-        if name in told:
-            told["samples"] += f" ({told.pop(name)})"
+        if name in sample_counts:
+            sample_counts["samples"] += f" ({sample_counts.pop(name)})"
     prompts = int(metrics["prompts"])
-    counts = wrapped(f"counts: {', '.join([counted(prompts, 'prompt'), *told.values()])}") if prompts else []
+    counts = wrapped(f"counts: {', '.join([counted(prompts, 'prompt'), *sample_counts.values()])}") if prompts else []
     return [*table_lines(metric_rows(metrics)), "", *counts, *others]
 
 
@@ -699,7 +702,7 @@ def end_lines(results: Results) -> list[str]:
     samples = list(chain.from_iterable(results.values()))
     ends = Counter(sample.step_result.termination_reason.value for sample in samples)
     lines = wrapped(f"ends: {', '.join(f'{count} {name}' for name, count in ends.most_common())}") if ends else []
-    return [*lines, *chain.from_iterable(wrapped(f"{what}: {told}") for what, told in failure_causes(samples))]
+    return [*lines, *chain.from_iterable(wrapped(f"{what}: {causes}") for what, causes in failure_causes(samples))]
 
 
 def failure_causes(samples: Sequence[EvalSample]) -> Iterator[tuple[str, str]]:
@@ -710,12 +713,12 @@ def failure_causes(samples: Sequence[EvalSample]) -> Iterator[tuple[str, str]]:
     Args:
         samples: All samples.
     """
-    for what, those in (
+    for what, affected in (
         ("dropped", [sample for sample in samples if not sample.is_finished]),
         ("errored", [sample for sample in samples if sample.is_errored]),
     ):
         causes: dict[str, list[str]] = {}
-        for cause in map(cause_of, those):
+        for cause in map(cause_of, affected):
             causes.setdefault(_NUMBERS.sub("#", cause), []).append(cause)
         for same in sorted(causes.values(), key=len, reverse=True)[:_MAX_SHOWN]:
             yield what, f"{len(same)} x {shortened(same[0])}"
@@ -784,17 +787,17 @@ def difference_rows(comparison: Comparison) -> list[list[str]]:
         comparison: Return value of `compare`.
     """
     rows = [["metric", "A", "B", "B - A", "95 % interval", "better", "worse", "prompts"]]
-    for one in comparison.differences:
+    for difference in comparison.differences:
         rows.append(
             [
-                one.name,
-                f"{one.first:.3f}",
-                f"{one.second:.3f}",
-                f"{one.interval.value:+.3f}",
-                interval_text(one.interval.low, one.interval.high, "+"),
-                str(one.better),
-                str(one.worse),
-                str(one.prompts),
+                difference.name,
+                f"{difference.first:.3f}",
+                f"{difference.second:.3f}",
+                f"{difference.interval.value:+.3f}",
+                interval_text(difference.interval.low, difference.interval.high, "+"),
+                str(difference.better),
+                str(difference.worse),
+                str(difference.prompts),
             ]
         )
     return rows
@@ -813,12 +816,12 @@ def comparison_lines(comparison: Comparison) -> list[str]:
         f"{'; only those in both are compared' if only else ''}"
     )
     changed = sorted(comparison.tasks, key=lambda task: task.first_reward - task.second_reward)
-    for title, those in (
+    for title, tasks in (
         ("better", [task for task in changed if task.second_reward > task.first_reward]),
         ("worse", [task for task in reversed(changed) if task.second_reward < task.first_reward]),
     ):
-        shown = [f"{task.prompt} {task.first_reward:.4g} -> {task.second_reward:.4g}" for task in those[:_MAX_SHOWN]]
-        shown += [f"{len(those) - _MAX_SHOWN} more"] if len(those) > _MAX_SHOWN else []
+        shown = [f"{task.prompt} {task.first_reward:.4g} -> {task.second_reward:.4g}" for task in tasks[:_MAX_SHOWN]]
+        shown += [f"{len(tasks) - _MAX_SHOWN} more"] if len(tasks) > _MAX_SHOWN else []
         lines += wrapped(f"{title}: {', '.join(shown)}") if shown else []
     moved = [f"{name} {first} -> {second}" for name, (first, second) in comparison.ends.items() if first != second]
     lines += wrapped(f"ends: {', '.join(moved)}") if moved else []

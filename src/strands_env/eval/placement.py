@@ -95,7 +95,7 @@ class Placement(Generic[A, S]):
 
     def clear(self) -> list[S]:
         """Remove all samples that wait, and return them."""
-        waiting = [one.sample for one in self._queue]
+        waiting = [queued.sample for queued in self._queue]
         self._queue.clear()
         return waiting
 

@@ -28,15 +28,15 @@ def truth_texts(truth: Any) -> list[str]:
         ValueError: It is not a string, a number, or a list of them.
     """
     truths = list(truth) if isinstance(truth, Sequence) and not isinstance(truth, str | bytes) else [truth]
-    if not truths or not all(_is_truth(one) for one in truths):
+    if not truths or not all(_is_truth(truth) for truth in truths):
         raise ValueError(f"the ground truth must be a string, a number or a list of them, not {truth!r:.200}")
-    return [str(one) for one in truths]
+    return [str(truth) for truth in truths]
 
 
-def _is_truth(one: Any) -> bool:
+def _is_truth(value: Any) -> bool:
     """Whether a value is a string or a number. Empty cells of tables are NaN, which is neither."""
-    is_number = not isinstance(one, float) or not math.isnan(one)
-    return one is not None and is_number and not isinstance(one, bytes | Mapping | Set) and bool(str(one).strip())
+    is_number = not isinstance(value, float) or not math.isnan(value)
+    return value is not None and is_number and not isinstance(value, bytes | Mapping | Set) and bool(str(value).strip())
 
 
 def question_of(action: Action) -> str:

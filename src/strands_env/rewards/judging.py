@@ -199,7 +199,7 @@ def is_infrastructure(error: BaseException) -> bool:
         cause = cause.__cause__ or getattr(cause, "original_exception", None)
     names: set[str] = set()
     statuses: set[Any] = set()
-    for one in seen:
-        names.update(base.__name__ for base in type(one).__mro__)
-        statuses.update((getattr(one, "status", None), getattr(one, "status_code", None)))
+    for failure in seen:
+        names.update(base.__name__ for base in type(failure).__mro__)
+        statuses.update((getattr(failure, "status", None), getattr(failure, "status_code", None)))
     return not names & _SLOW and bool(names & _UNREACHABLE or statuses & _BUSY)

@@ -143,7 +143,7 @@ def _check(each: Instruction) -> None:
     for flag, value in each.flags.items():
         is_fine = flag in FLAGS.get(each.name, ())
         if flag == "mount":  # a cache is a folder that may be empty
-            is_fine = all("type=cache" in one.split(",") for one in value.split())
+            is_fine = all("type=cache" in mount.split(",") for mount in value.split())
         if flag == "network":
             is_fine = value == "default"
         if flag == "platform":
@@ -164,7 +164,7 @@ def json_list(text: str) -> list[str] | None:
         found = json.loads(text)
     except ValueError:
         return None
-    return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else None
+    return found if isinstance(found, list) and all(isinstance(argument, str) for argument in found) else None
 
 
 def words(text: str, variables: Mapping[str, str]) -> list[str]:
@@ -235,5 +235,5 @@ def ignores(text: str) -> Callable[[str, bool], bool]:
 def _pattern(text: str) -> re.Pattern[str]:
     as_regex = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     pieces = re.findall(r"\*\*/|\*\*|\*|\?|\[[^]]+\]|.", text.strip("/"))
-    pattern = "".join(as_regex.get(one, one if len(one) > 1 else re.escape(one)) for one in pieces)
+    pattern = "".join(as_regex.get(piece, piece if len(piece) > 1 else re.escape(piece)) for piece in pieces)
     return re.compile(f"{pattern}(?:/.*)?", re.DOTALL)

@@ -283,9 +283,9 @@ class World:
     async def _discard(self) -> None:
         await self._end_processes()
         self.image = replace(self.image, layers=())  # lets go of them
-        own, self._own = self._own, None
-        if own is not None:
-            await in_thread(own.discard)
+        layer, self._own = self._own, None
+        if layer is not None:
+            await in_thread(layer.discard)
 
     async def _end_processes(self) -> None:
         control, self._control = self._control, None

@@ -381,7 +381,7 @@ class SGLangClient:
 
         asked = (ask_health(session, self._servers, server, INFO_TIMEOUT_S) for server in self._servers.all)
         outcomes = await asyncio.gather(*asked)
-        return {url: not isinstance(one, Failure) for url, one in zip(self.base_urls, outcomes, strict=True)}
+        return {url: not isinstance(outcome, Failure) for url, outcome in zip(self.base_urls, outcomes, strict=True)}
 
     async def loads(self) -> tuple[ServerLoad, ...]:
         """Return what the servers report about their load now: requests that run and wait, and the cache's use.
@@ -964,10 +964,10 @@ def normalize_base_url(base_url: str) -> str:
     address = base_url.strip()
     scheme, separator, rest = address.partition("://") if "://" in address else ("", "", address)
     _, has_credentials, host = rest.rpartition("@")
-    told = repr(f"{scheme}{separator}{host}")
+    shown = repr(f"{scheme}{separator}{host}")
     if not address.lower().startswith(("http://", "https://")):
         raise ValueError(
-            f"base_url {told} does not start with http:// or https://: write 'http://{host or '127.0.0.1:30000'}'"
+            f"base_url {shown} does not start with http:// or https://: write 'http://{host or '127.0.0.1:30000'}'"
         )
     try:
         url = httpx.URL(address)
@@ -976,17 +976,17 @@ def normalize_base_url(base_url: str) -> str:
     except httpx.InvalidURL as error:
         if has_credentials:  # of which the error may show a part
             hint = "percent-encode its credentials (%2F for /, %20 for a space)"
-            raise ValueError(f"base_url {told} is not a URL: {hint}") from None
-        raise ValueError(f"base_url {told} is not a URL: {error}") from error
+            raise ValueError(f"base_url {shown} is not a URL: {hint}") from None
+        raise ValueError(f"base_url {shown} is not a URL: {error}") from error
     if not url.host:
-        raise ValueError(f"base_url {told} has no host: write an address such as 'http://127.0.0.1:30000'")
+        raise ValueError(f"base_url {shown} has no host: write an address such as 'http://127.0.0.1:30000'")
     address = address.rstrip("/")
     if url.query or url.fragment:
-        raise ValueError(f"base_url {told} has a query or a fragment: remove it")
+        raise ValueError(f"base_url {shown} has a query or a fragment: remove it")
     for suffix in sorted(ENDPOINT_SUFFIXES, key=len, reverse=True):
         if url.path.rstrip("/").endswith(suffix):
             raise ValueError(
-                f"base_url {told} ends in {suffix}: write {without_credentials(address[: -len(suffix)])!r} "
+                f"base_url {shown} ends in {suffix}: write {without_credentials(address[: -len(suffix)])!r} "
                 "(the client uses SGLang's own /generate, not its OpenAI endpoints)"
             )
     return address
@@ -1000,11 +1000,11 @@ def normalize_base_urls(base_url: str | Sequence[str]) -> tuple[str, ...]:
     """
     if isinstance(base_url, str) or not isinstance(base_url, Sequence):
         return (normalize_base_url(base_url),)
-    addresses = tuple(normalize_base_url(one) for one in base_url)
+    addresses = tuple(normalize_base_url(url) for url in base_url)
     if not addresses:
         raise ValueError("base_url is an empty list: pass at least one server")
-    told = [without_credentials(address) for address in addresses]
-    twice = sorted({address for address in told if told.count(address) > 1})
+    shown = [without_credentials(address) for address in addresses]
+    twice = sorted({address for address in shown if shown.count(address) > 1})
     if twice:
         raise ValueError(f"base_url has {', '.join(twice)} more than once: list each server once")
     return addresses

@@ -141,7 +141,7 @@ class LoopSession:
     def __init__(
         self,
         http: httpx.AsyncClient,
-        own: AiohttpTransport | None,
+        aiohttp_transport: AiohttpTransport | None,
         credentials: dict[str, httpx.BasicAuth],
         *,
         max_connections: int,
@@ -150,7 +150,7 @@ class LoopSession:
 
         Args:
             http: Client whose own connection limit leaves room for `max_connections` and some aborts.
-            own: Its transport, if no other one was asked for.
+            aiohttp_transport: Its transport, if no other one was asked for.
             credentials: The credentials that the client sends, by address.
             max_connections: Maximum number of concurrent generations; further ones wait.
         """
@@ -162,7 +162,7 @@ class LoopSession:
         self.flights: dict[str, Flight] = {}
         self.openings: dict[Server, Openings] = {}
         self.closed = False
-        self._own = own
+        self._aiohttp_transport = aiohttp_transport
         self._loop = asyncio.get_running_loop()
         self.closing = self._loop.create_future()
         self.workers = Workers(self)
@@ -244,7 +244,7 @@ class LoopSession:
         """
         flights = [flight for flight in self.flights.values() if flight.rid == rid or flight.rid.startswith(f"{rid}-")]
         where = [(flight.server.base_url, flight.rid) for flight in flights] or [(url, rid) for url in base_urls]
-        await asyncio.wait({self._abort_task(*one) for one in where}, timeout=ABORT_TIMEOUT_S)
+        await asyncio.wait({self._abort_task(*request) for request in where}, timeout=ABORT_TIMEOUT_S)
 
     async def shared(self, key: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work` once for all concurrent callers with the same `key`; canceling one does not end it."""
@@ -313,8 +313,8 @@ class LoopSession:
     def drop(self, *, inherited: bool = False) -> None:
         """Drop the connections of a loop that no longer runs, or leave inherited ones to the parent process."""
         self.closed = True
-        if self._own is not None:
-            self._own.drop(inherited=inherited)
+        if self._aiohttp_transport is not None:
+            self._aiohttp_transport.drop(inherited=inherited)
 
     def _abort_task(self, base_url: str, rid: str, *, again: bool = False) -> asyncio.Task[bool]:
         return self.background(("abort", base_url, rid), partial(self._aborter.abort, base_url, rid, again=again))
@@ -339,9 +339,9 @@ def connect(
         headers: Headers of every request.
         credentials: Credentials by the address of the server that they are for.
     """
-    own: AiohttpTransport | None = None
+    aiohttp_transport: AiohttpTransport | None = None
     if source is None:
-        transport: Transport = (own := AiohttpTransport(https=https, connect_timeout=connect_timeout))
+        transport: Transport = (aiohttp_transport := AiohttpTransport(https=https, connect_timeout=connect_timeout))
     else:
         transport = SharedTransport(source) if isinstance(source, Transport) else source()
     known = dict(credentials)  # to which those of workers are added
@@ -354,7 +354,7 @@ def connect(
         timeout=httpx.Timeout(None, connect=connect_timeout),
         limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY_S),
     )
-    return LoopSession(http, own, known, max_connections=max_connections)
+    return LoopSession(http, aiohttp_transport, known, max_connections=max_connections)
 
 
 def credentials_of(addresses: Iterable[str]) -> dict[str, httpx.BasicAuth]:
@@ -411,10 +411,10 @@ class SessionPool:
         with self._lock:
             sessions = dict(self._sessions)
             self._sessions.clear()
-        own = sessions.pop(asyncio.get_running_loop(), None)
+        session = sessions.pop(asyncio.get_running_loop(), None)
         elsewhere = _close_elsewhere(sessions, self._abort_grace)  # before the first await, which may be cancelled
-        if own is not None:
-            await own.close(self._abort_grace)
+        if session is not None:
+            await session.close(self._abort_grace)
         if elsewhere:
             others = [asyncio.wrap_future(closing) for closing in elsewhere]
             await asyncio.wait(others, timeout=self._abort_grace + ABORT_TIMEOUT_S)

@@ -128,32 +128,32 @@ class Openings:
             SGLangCancelledError: The call was cancelled while it waited.
             SGLangDeadlineError: The call's deadline passed while it waited.
         """
-        own = Prefill(self, blocks, self._forgotten)
+        prefill = Prefill(self, blocks, self._forgotten)
         by_other = False
         while self._misses < MAX_MISSES:
             known = next((i for i, block in enumerate(blocks) if block not in self._computed), len(blocks))
-            own.expected = known * BLOCK_TOKENS if by_other else 0
+            prefill.expected = known * BLOCK_TOKENS if by_other else 0
             missing = blocks[known:]
             if len(missing) < MIN_BLOCKS:
                 break
             # Equal keys mean that all tokens up to the end of the block are equal.
             other = self._computing.get(missing[MIN_BLOCKS - 1])
             if other is not None and other.blocks[-1] == blocks[-1]:
-                other.has_sibling = own.has_sibling = self._come_in_groups = True
+                other.has_sibling = prefill.has_sibling = self._come_in_groups = True
             if other is not None and other.prime is not None:
-                own.waited = True
+                prefill.waited = True
                 await cancellation.wait(other.prime)
                 if not _succeeded(other.prime):
                     break
                 by_other = True
                 continue
-            self._computing.update(dict.fromkeys(missing, own))
+            self._computing.update(dict.fromkeys(missing, prefill))
             if other is not None or self._come_in_groups:
-                own.prime, own.waited = prime(), True
-                own.prime.add_done_callback(lambda _: self._end_prime(own))
-                await cancellation.wait(own.prime)
+                prefill.prime, prefill.waited = prime(), True
+                prefill.prime.add_done_callback(lambda _: self._end_prime(prefill))
+                await cancellation.wait(prefill.prime)
             break
-        return own
+        return prefill
 
     def note_answer(self, prefill: Prefill, cached_tokens: int) -> None:
         """Note that a call was answered; see `Prefill.answered`."""

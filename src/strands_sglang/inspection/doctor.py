@@ -77,29 +77,29 @@ def findings(groups: Iterable[Group]) -> list[Finding]:
             steps.setdefault(group.file, []).append(group)
         files = {episode.id: episode.file for episode in group.episodes}
         for episode in group.episodes:
-            own: list[Finding] = []
+            episode_findings: list[Finding] = []
             for check in (
                 check_turns(group, episode),
                 check_values(group, episode, certain),
                 check_sample(group, episode),
                 check_record(group, episode),
             ):
-                for one in _guarded(check):
-                    file = episode.file if one.sequence is None else group.file
-                    own.append(one.inside(file=file, group=group.id, episode=episode.id))
-            if not own and episode.trajectory.is_changed:
-                own.append(Finding("changed", _CHANGED, episode.file, group.id, episode.id))
-            found += own
+                for finding in _guarded(check):
+                    file = episode.file if finding.sequence is None else group.file
+                    episode_findings.append(finding.inside(file=file, group=group.id, episode=episode.id))
+            if not episode_findings and episode.trajectory.is_changed:
+                episode_findings.append(Finding("changed", _CHANGED, episode.file, group.id, episode.id))
+            found += episode_findings
         for check in (check_repeated(group), check_rewards(group)):
-            for one in _guarded(check):
-                is_own = group.kind == "trajectory" or one.turn is not None
-                file = files.get(str(one.episode), group.file) if is_own else group.file
-                found.append(one.inside(file=file, group=group.id))
+            for finding in _guarded(check):
+                is_own = group.kind == "trajectory" or finding.turn is not None
+                file = files.get(str(finding.episode), group.file) if is_own else group.file
+                found.append(finding.inside(file=file, group=group.id))
     for file, batch in steps.items():
         for check in (check_openings(batch), check_step(batch)):
             found += within(_guarded(check), file=file)
         rows = batch[0].batch
-        if rows is not None and rows.is_changed and all(one.file != file for one in found):
+        if rows is not None and rows.is_changed and all(finding.file != file for finding in found):
             found.append(Finding("changed", _CHANGED, file))
     return _bounded(dict.fromkeys(found))
 

@@ -58,7 +58,7 @@ def held_in(path: Path) -> Path:
     """
     if _has_episodes(path):
         return path
-    found = [one for one in sorted(path.glob("[!.]*")) if one.is_dir() and _has_episodes(one)]
+    found = [folder for folder in sorted(path.glob("[!.]*")) if folder.is_dir() and _has_episodes(folder)]
     if len(found) > 1:
         some = ", ".join(map(str, found[:8]))
         raise UnreadableError(f"{path}: no recorded episodes, but these folders in it have some: {some}")
@@ -152,7 +152,7 @@ def _siblings(groups: list[Group]) -> list[Group]:
         if known is not group:
             known.vocabulary = {**known.vocabulary, **group.vocabulary}
             for episode in group.episodes:
-                if episode.id in (one.id for one in known.episodes):
+                if episode.id in (known_episode.id for known_episode in known.episodes):
                     episode.id = episode.file
             known.episodes += group.episodes
     return list(joined.values())
@@ -170,8 +170,8 @@ def _use_tokenizer(groups: list[Group], name: str) -> None:
     try:
         encoder = get_encoder(get_tokenizer(name))
     except (OSError, ValueError) as error:
-        told = one_line(error).removeprefix(f"{name}: ")
-        raise UnreadableError(f"--tokenizer {name}: {told[:200]}") from error
+        message = one_line(error).removeprefix(f"{name}: ")
+        raise UnreadableError(f"--tokenizer {name}: {message[:200]}") from error
     size = len(encoder.tokenizer)
     for group in groups:
         used: set[int] = set()

@@ -210,7 +210,7 @@ class Inspected:
 
     def other_leaves(self) -> list[Turn]:
         """Return the last turns of the paths that no sequence shows: discarded, failed and auxiliary calls."""
-        shown = {id(step.turn) for step in chain.from_iterable(one.steps for one in self.sequences)}
+        shown = {id(step.turn) for step in chain.from_iterable(sequence.steps for sequence in self.sequences)}
         others = [turn for turn in self.turns if id(turn) not in shown]
         inner = {id(turn.parent) for turn in others}
         return [turn for turn in others if id(turn) not in inner]

@@ -42,22 +42,22 @@ def episode_lines(
         UnreadableError: There is no such episode or turn.
     """
     held = list(chain.from_iterable(product([group], group.episodes) for group in groups))
-    found = [(group, one) for group, one in held if episode is None or _is_called(one, episode)]
+    found = [(group, listed) for group, listed in held if episode is None or _is_called(listed, episode)]
     if not found:
-        known = ", ".join(f"'{one.name}'" for _, one in held[:8])
+        known = ", ".join(f"'{listed.name}'" for _, listed in held[:8])
         raise UnreadableError(f"--episode '{episode}': there is none of this name; some are {known}")
-    for _, one in found:
-        yield from _painted(_heading(one), "bold")
-        for called, line in explained(one.turns):
+    for _, listed in found:
+        yield from _painted(_heading(listed), "bold")
+        for called, line in explained(listed.turns):
             yield from _painted(of_turns(line), "red" if called.status in _TOLD else None)
         yield ""
     group, first = found[0]
-    answered = [one for one in first.turns if one.output_ids] or first.turns
-    chosen = [one for one in first.turns if one.index == turn] if turn is not None else answered[-1:]
+    answered = [candidate for candidate in first.turns if candidate.output_ids] or first.turns
+    chosen = [candidate for candidate in first.turns if candidate.index == turn] if turn is not None else answered[-1:]
     if not chosen:
         if turn is None:
             return
-        numbers = ", ".join(str(one.index) for one in first.turns[:20])
+        numbers = ", ".join(str(listed.index) for listed in first.turns[:20])
         raise UnreadableError(
             f"--turn {turn}: episode {first.name} has no such turn; its turns are {numbers or 'none'}"
         )
@@ -71,7 +71,7 @@ def _painted(line: str, color: str | None) -> list[str]:
 
 def _is_called(episode: Inspected, name: str) -> bool:
     names = (episode.id, episode.name, episode.record.get("key"))
-    return name.replace(" ", "") in [str(one).replace(" ", "") for one in names if one is not None]
+    return name.replace(" ", "") in [str(known_name).replace(" ", "") for known_name in names if known_name is not None]
 
 
 def _heading(episode: Inspected) -> str:
@@ -103,7 +103,7 @@ def token_lines(group: Group, episode: Inspected, turn: Turn, color: str) -> Ite
     labels = labels or writers
     ids = (*turn.prompt_ids, *turn.output_ids)
     tints = map(_tint, writers, pushed_up)
-    tokens = [(_piece(one, group), tint) for one, tint in zip(ids, tints, strict=True)]
+    tokens = [(_piece(token, group), tint) for token, tint in zip(ids, tints, strict=True)]
     if color == "logprob":
         if has_colors():
             yield f"{'at least':<{_LABEL}}" + " ".join(paint(f" {least:g} ", shade) for least, shade in SHADES)
@@ -113,11 +113,11 @@ def token_lines(group: Group, episode: Inspected, turn: Turn, color: str) -> Ite
     position = 0
     for label, run in groupby(labels):
         count = len(list(run))
-        own = tokens[position : position + count]
+        shown = tokens[position : position + count]
         position += count
-        if len(own) > _MOST:
-            own = [*own[:_EDGE], (f"... {len(own) - 2 * _EDGE} tokens ...", None), *own[-_EDGE:]]
-        for number, line in enumerate(terminal.token_lines(own, terminal.width() - _LABEL)):
+        if len(shown) > _MOST:
+            shown = [*shown[:_EDGE], (f"... {len(shown) - 2 * _EDGE} tokens ...", None), *shown[-_EDGE:]]
+        for number, line in enumerate(terminal.token_lines(shown, terminal.width() - _LABEL)):
             head = label[: _LABEL - 1] if number == 0 else ""
             yield f"{head:<{_LABEL}}{line}"
 

@@ -309,8 +309,8 @@ class ModelCall:
         total = None if most is None else self.turn.prompt_tokens + int(most)
         if total != server.context_length:
             raise error
-        for one in self.client.servers:
-            one.reserves_last_token = True
+        for known_server in self.client.servers:
+            known_server.reserves_last_token = True
         reserved = await check_server(self.client, self.template)
         if reserved == server:  # the token was already reserved
             raise error
@@ -398,7 +398,7 @@ class ModelCall:
         sampling_params = {**configured, **{name: value for name, value in grammar.items() if value is not None}}
         asked = sampling_params.pop("max_new_tokens", None)
         known_limits = (config.max_context_tokens, server.context_length)
-        limit = min((one for one in known_limits if one is not None), default=None)
+        limit = min((known_limit for known_limit in known_limits if known_limit is not None), default=None)
         room = None if limit is None else limit - prompt_tokens
         if room is not None and room <= 0:
             raise ContextWindowOverflowException(

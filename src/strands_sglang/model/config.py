@@ -119,14 +119,14 @@ class ModelConfig:
                 f"chat_template is the text of a Jinja template, not {template!r}; of a file pass Path(...).read_text()"
             )
         # A chat template may take arguments of any type.
-        own = {
+        settings = {
             name: _own(value) if name == "chat_template_kwargs" else plain(value, name) for name, value in given.items()
         }
-        values = {name: value for name, value in own.items() if value is not None}
+        values = {name: value for name, value in settings.items() if value is not None}
         values["request_fields"] = checked_fields(
             values.get("request_fields"), values.pop("unchecked_request_fields", None)
         )
-        return cls(**values), own
+        return cls(**values), settings
 
     def __post_init__(self) -> None:
         """Reject values that contradict each other or cannot work."""

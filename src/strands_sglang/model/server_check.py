@@ -105,13 +105,13 @@ async def _check_one(client: SGLangClient, template: ChatTemplate, base_url: str
             "base_url=<%s> | the server has no usable /tokenize, so the tokenizer's match is unproven", base_url
         )
         return False
-    own = template.encode(text)
-    if served == own:
+    encoded = template.encode(text)
+    if served == encoded:
         return True
-    first = first_difference(own, served)
+    first = first_difference(encoded, served)
     raise TokenizerMismatchError(
         f"the tokenizer {template.tokenizer.name_or_path!r} is not the one served at {base_url}: "
-        f"{template.decode(own[first : first + 3])!r} is {own[first : first + 3]} here and "
+        f"{template.decode(encoded[first : first + 3])!r} is {encoded[first : first + 3]} here and "
         f"{served[first : first + 3]} there; load the tokenizer from the tokenizer_path in the server's /model_info, "
         "and add no tokens to it, or start the server with your own (--tokenizer-path)"
     )

@@ -80,7 +80,7 @@ class EncodedIds:
     count: int = 0
 
     @classmethod
-    def of(cls, ids: Sequence[int], vocab_size: int | None = None) -> EncodedIds:
+    def encode(cls, ids: Sequence[int], vocab_size: int | None = None) -> EncodedIds:
         """Check and encode token ids, perhaps none; see `encode_token_ids`.
 
         Raises:
@@ -100,7 +100,7 @@ class EncodedIds:
         Raises:
             ValueError: A new id is not an int in `[0, vocab_size)`.
         """
-        return EncodedIds.joined((self, EncodedIds.of(ids, vocab_size)))
+        return EncodedIds.joined((self, EncodedIds.encode(ids, vocab_size)))
 
 
 class GenerateBody:

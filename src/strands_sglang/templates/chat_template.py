@@ -192,8 +192,8 @@ class ChatTemplate:
                 tokens are not in the vocabulary.
             ValueError: There is no such family.
         """
-        own = getattr(tokenizer, "chat_template", None)
-        if chat_template is None and not own:
+        default = getattr(tokenizer, "chat_template", None)
+        if chat_template is None and not default:
             name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
             raise ChatTemplateError(
                 f"the tokenizer {name!r} has no chat template, so messages cannot be turned into tokens; "
@@ -204,7 +204,7 @@ class ChatTemplate:
         self.encode, self.decode = encoder.encode, encoder.decode
         self.arguments = dict(arguments or {})
         # Pinned: the shared tokenizer may get another template.
-        self._template = chat_template or own
+        self._template = chat_template or default
         self.sentinel = _SENTINELS[0]
         self.forms = TemplateForms()
         if not self._find_sentinel():
@@ -723,7 +723,11 @@ class Shapes:
             return self._template.complete_text_after_turn(before, messages, tools)
 
         digest = tools.digest if isinstance(tools, ChatTools) else None
-        if not (tools is None or digest) or not all(map(can_fill, texts)) or {type(one) for one in messages} != {dict}:
+        if (
+            not (tools is None or digest)
+            or not all(map(can_fill, texts))
+            or {type(message) for message in messages} != {dict}
+        ):
             return whole()
         names = tuple(call["name"] for call in calls)
         key = (names, tuple(fields), digest, has_system, after_tool_step)
@@ -1096,7 +1100,7 @@ def tested_constants(source: str, environment: Any) -> frozenset[str]:
     not_text = {"role", "type"} | meta.find_undeclared_variables(tree) - {"messages", "tools"}
     names = {node.attr for node in tree.find_all(nodes.Getattr)}
     for node in tree.find_all(nodes.Node):
-        values = [one.value for one in node.iter_child_nodes() if isinstance(one, nodes.Const)]
+        values = [child.value for child in node.iter_child_nodes() if isinstance(child, nodes.Const)]
         listed = chain.from_iterable(value for value in values if isinstance(value, list | tuple | dict))
         tested |= set(map(str, listed))
         constants = {str(value) for value in values if isinstance(value, str | int)}
@@ -1109,7 +1113,7 @@ def tested_constants(source: str, environment: Any) -> frozenset[str]:
             others |= constants
         if isinstance(node, nodes.Compare) and _subject(node.expr) in not_text:
             operands = chain.from_iterable(operand.find_all(nodes.Const) for operand in node.ops)
-            names |= {str(one.value) for one in operands}
+            names |= {str(operand.value) for operand in operands}
     return frozenset({*tested, " ".join(sorted(others - tested))} - names - {"True", "False", "None"})
 
 

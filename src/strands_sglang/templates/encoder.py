@@ -136,17 +136,17 @@ class Encoder:
 
         from tokenizers.pre_tokenizers import Metaspace
 
-        own = _with_same_parts(backend)
-        if isinstance(own.pre_tokenizer, Metaspace) and own.pre_tokenizer.prepend_scheme == "first":
-            own.pre_tokenizer = copy.deepcopy(own.pre_tokenizer)
-            own.pre_tokenizer.prepend_scheme = "never"  # the encoded text is inside a prompt
+        bare = _with_same_parts(backend)
+        if isinstance(bare.pre_tokenizer, Metaspace) and bare.pre_tokenizer.prepend_scheme == "first":
+            bare.pre_tokenizer = copy.deepcopy(bare.pre_tokenizer)
+            bare.pre_tokenizer.prepend_scheme = "never"  # the encoded text is inside a prompt
         kept = [
             token
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.content not in tokens and backend.model.token_to_id(token.content) == token_id
         ]
-        own.add_tokens(kept)
-        return lambda text: own.encode(text, add_special_tokens=False).ids
+        bare.add_tokens(kept)
+        return lambda text: bare.encode(text, add_special_tokens=False).ids
 
 
 _EVERY_KIND = " One  two\n\tdrei: 12,345 \u00fc\u4e2d\U0001f600 [1]"
@@ -205,10 +205,10 @@ def private_copy(tokenizer: Any) -> Any:
     try:
         if backend is None:
             return copy.deepcopy(tokenizer)
-        own = copy.copy(tokenizer)
+        private = copy.copy(tokenizer)
         # Special tokens and named templates change in place.
-        changeable = {name: value for name, value in vars(own).items() if isinstance(value, dict | list | set)}
-        vars(own).update({name: copy.copy(value) for name, value in changeable.items()})
+        changeable = {name: value for name, value in vars(private).items() if isinstance(value, dict | list | set)}
+        vars(private).update({name: copy.copy(value) for name, value in changeable.items()})
         rust = _with_same_parts(backend)
         added = backend.get_added_tokens_decoder()
         for special, tokens in itertools.groupby(
@@ -219,8 +219,8 @@ def private_copy(tokenizer: Any) -> Any:
             rust = copy.deepcopy(backend)
             rust.no_truncation()
             rust.no_padding()
-        own._tokenizer = rust
-        return own
+        private._tokenizer = rust
+        return private
     except Exception as error:  # tokenizers may hold any objects
         logger.warning(
             "tokenizer=<%s>, error=<%s> | the tokenizer cannot be copied: prompts may be truncated or padded while "
@@ -255,11 +255,11 @@ def _with_same_parts(backend: Tokenizer) -> Tokenizer:
     """Create a tokenizer with the same, shared vocabulary and no added tokens."""
     from tokenizers import Tokenizer
 
-    own = Tokenizer(backend.model)
+    rebuilt = Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         value = getattr(backend, part)
         if value is not None:
             with suppress(Exception):  # parts in Python cannot be copied
                 value = copy.deepcopy(value)
-            setattr(own, part, value)
-    return own
+            setattr(rebuilt, part, value)
+    return rebuilt

@@ -90,15 +90,15 @@ class ImageProcessor:
         with _copies_lock:
             known = _copies.get(processor)
             if known is None or known[0] is not encoder:
-                own = copy.copy(processor)
-                own.tokenizer = private_copy(processor.tokenizer)  # processors pad; an encoder's copy must not
-                known = _copies[processor] = encoder, own, threading.Lock()
+                private = copy.copy(processor)
+                private.tokenizer = private_copy(processor.tokenizer)  # processors pad; an encoder's copy must not
+                known = _copies[processor] = encoder, private, threading.Lock()
         _, self._processor, self._lock = known
         self._template = template
         text = {"type": "text", "text": _FIRST}
         contents: list[Any] = [[text], [{"type": "image"}, text], [{"type": "image"}, {"type": "image"}, text]]
         try:
-            none, one, two = (
+            none, single, two = (
                 template.render(
                     [{"role": "user", "content": content}, {"role": "assistant", "content": _SECOND}],
                     add_generation_prompt=False,
@@ -107,7 +107,7 @@ class ImageProcessor:
             )
         except ValueError as error:
             raise ValueError(f"processor= was given, but the chat template takes no images: {error}") from error
-        first, second = _inserted(none, one), _inserted(one, two)
+        first, second = _inserted(none, single), _inserted(single, two)
         self._marks = Counter(token for token in template.encode(first) if template.is_special(token))
         if not self._marks:
             raise ValueError("processor= was given, but the chat template writes no control token for an image")
@@ -156,7 +156,7 @@ class ImageProcessor:
             if not count:
                 expanded += part.token_ids
                 continue
-            taken = sum(len(one.pictures) for one in processed)
+            taken = sum(len(entry.pictures) for entry in processed)
             with self._lock:
                 if self._processor.tokenizer.encode(part.text, add_special_tokens=False) != part.token_ids:
                     raise ValueError(

@@ -113,14 +113,14 @@ def with_holes(template: Any, source: str) -> Callable[[Mapping[str, Any]], Rend
     environment = template.environment.overlay()
     environment.concat = _joined
     code = environment.compile(source)
-    own = environment.template_class.from_code(environment, code, environment.make_globals(None), None)
+    compiled = environment.template_class.from_code(environment, code, environment.make_globals(None), None)
     # The compiled template writes values through these names.
-    own.root_render_func.__globals__.update(str=_as_text, str_join=_joined, markup_join=_joined, concat=_joined)
+    compiled.root_render_func.__globals__.update(str=_as_text, str_join=_joined, markup_join=_joined, concat=_joined)
 
     def render(variables: Mapping[str, Any]) -> Rendered:
-        context = own.new_context({**variables, "strftime_now": lambda form: Hole(NOW)})
+        context = compiled.new_context({**variables, "strftime_now": lambda form: Hole(NOW)})
         rendered: Rendered = []
-        for value in own.root_render_func(context):
+        for value in compiled.root_render_func(context):
             for part in _parts(value):
                 if isinstance(part, str) and rendered and isinstance(rendered[-1], str):
                     rendered[-1] += part

@@ -45,10 +45,10 @@ class PrefixCache:
             insort(sequences, packed)
 
 
-def _shared(one: bytes, other: bytes) -> int:
+def _shared(first: bytes, second: bytes) -> int:
     """Return the length of the common prefix of two byte strings."""
-    length = min(len(one), len(other))
-    difference = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
+    length = min(len(first), len(second))
+    difference = int.from_bytes(first[:length], "little") ^ int.from_bytes(second[:length], "little")
     if not difference:
         return length
     lowest_bit = (difference & -difference).bit_length() - 1

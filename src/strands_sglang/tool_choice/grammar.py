@@ -300,15 +300,15 @@ class Notation:
         if most == 0:
             return literal("")
         try:
-            one = sequence(begin, self.value(inner), end)
+            item = sequence(begin, self.value(inner), end)
         except TooDeepError:
             if least:
                 raise
             return literal("")
         if not self.comma:
-            return repeated(one, least, most)
-        more = repeated(sequence(self.comma, one), max(least - 1, 0), None if most is None else most - 1)
-        items = one if most == 1 else sequence(one, more)
+            return repeated(item, least, most)
+        more = repeated(sequence(self.comma, item), max(least - 1, 0), None if most is None else most - 1)
+        items = item if most == 1 else sequence(item, more)
         return items if least else optional(items)
 
     def _declared(self, schema: Schema) -> Element:

@@ -224,7 +224,7 @@ def _choices(schema: Schema, keyword: str) -> list[Schema]:
             raise schema.unsupported(f"a grammar may have at most {_MOST_ALTERNATIVES} alternatives in one place")
     if too_deep is not None and not any(parts):
         raise too_deep
-    pairs = chain.from_iterable(product(one, other) for one, other in combinations(parts, 2))
+    pairs = chain.from_iterable(product(first, second) for first, second in combinations(parts, 2))
     if keyword == "oneOf" and not all(_exclusive(*pair) for pair in pairs):
         raise schema.unsupported("the alternatives of 'oneOf' do not obviously exclude each other")
     return list(chain.from_iterable(parts))
@@ -238,7 +238,7 @@ def _constants(schema: Schema) -> list[Schema]:
     if others and listed:
         raise schema.unsupported(f"a grammar cannot join constants and {others[0]!r}")
     if "const" in value and "enum" in value:
-        listed = [constant for constant in listed if any(same_json(constant, one) for one in value["enum"])]
+        listed = [constant for constant in listed if any(same_json(constant, allowed) for allowed in value["enum"])]
     named = {*kinds, "integer"} if "number" in kinds else {*kinds}
     kept = [constant for constant in listed if type_name(constant) in named]
     if not all(map(_is_json, kept)):
@@ -246,16 +246,16 @@ def _constants(schema: Schema) -> list[Schema]:
     return [schema.at({"enum": kept})] if kept else []
 
 
-def _exclusive(one: Schema, other: Schema) -> bool:
+def _exclusive(first: Schema, second: Schema) -> bool:
     """Return whether two alternatives obviously exclude each other."""
-    if not allowed_types(one.value) & allowed_types(other.value):
+    if not allowed_types(first.value) & allowed_types(second.value):
         return True
-    if "enum" in one.value and "enum" in other.value:
-        return not any(same_json(*pair) for pair in product(one.value["enum"], other.value["enum"]))
-    if not one.value.get("type") == other.value.get("type") == "object":
+    if "enum" in first.value and "enum" in second.value:
+        return not any(same_json(*pair) for pair in product(first.value["enum"], second.value["enum"]))
+    if not first.value.get("type") == second.value.get("type") == "object":
         return False
     mine, theirs = (
-        {found.name: found.schema for found in object_properties(each) if found.required} for each in (one, other)
+        {found.name: found.schema for found in object_properties(each) if found.required} for each in (first, second)
     )
     return any(
         all(

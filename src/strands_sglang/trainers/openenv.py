@@ -95,7 +95,7 @@ def turn_records(episode: Episode, max_tokens: int | None = None) -> list[dict[s
                 "prompt_token_ids": sequence[: len(sequence) - count],
                 "completion_token_ids": sequence[len(sequence) - count :],
                 # OpenEnv refuses what is not finite or above 0, which rounding can bring about.
-                "per_token_logps": [min(one, 0.0) if math.isfinite(one) else 0.0 for one in logprobs],
+                "per_token_logps": [min(logprob, 0.0) if math.isfinite(logprob) else 0.0 for logprob in logprobs],
                 "loss_mask": [0] * (len(sequence) - count) + [1] * trained + [0] * (count - trained),
                 "metadata": metadata,
             }
@@ -189,7 +189,7 @@ class _Record:
         if len(mask) != len(prompt) + len(output):
             raise ValueError(f"{name}: {len(mask)} masks for {len(prompt)} prompt and {len(output)} sampled tokens")
         if any(mask[: len(prompt)]):
-            trained = next(at for at, one in enumerate(mask) if one)
+            trained = next(at for at, is_trained in enumerate(mask) if is_trained)
             message = f"{name}: prompt token {trained} is trained, but the model did not sample it"
             raise RecordError(message, "mask-not-sampled")
         ids = array("i", [*prompt, *output]).tobytes()
@@ -209,18 +209,18 @@ class _Record:
             agent=metadata.get("agent"),
         )
         if parent is None:
-            own = add_call(self.turns, call, None)
+            added = add_call(self.turns, call, None)
         else:
             place = place_in(parent.turns, kept)
-            own = add_call(self.turns, call, place, f"{parent.name}: its tokens are a prefix")
-        for turn in own:
+            added = add_call(self.turns, call, place, f"{parent.name}: its tokens are a prefix")
+        for turn in added:
             turn.is_auxiliary = metadata.get("auxiliary") is True
-        self.calls[entry["node_id"]] = _Call(name, ids, len(output), own)
+        self.calls[entry["node_id"]] = _Call(name, ids, len(output), added)
         reward = reward_in(metadata.get("reward"), f"{name}: its reward")
-        if reward is not None and own[-1].is_auxiliary:
+        if reward is not None and added[-1].is_auxiliary:
             raise ValueError(f"{name}: it has a reward, but as a helper's call it is not part of the rollout")
         if reward is not None:
-            self.turn_rewards[own[-1].index] = reward
+            self.turn_rewards[added[-1].index] = reward
         self.about = metadata.get("episode") or self.about
         if not isinstance(self.about, Mapping):
             raise ValueError(f"{name}: the metadata of the episode is {self.about!r}, not an object")

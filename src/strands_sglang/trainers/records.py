@@ -295,14 +295,14 @@ def add_call(
     return turns[before:]
 
 
-def place_in(own: Sequence[Turn], kept: int | None) -> tuple[Turn, int | None]:
+def place_in(turns: Sequence[Turn], kept: int | None) -> tuple[Turn, int | None]:
     """Return the turn of a call in which its first `kept` sampled ids end, and how many of its ids that keeps."""
-    for turn in own if kept is not None else ():
+    for turn in turns if kept is not None else ():
         assert kept is not None
         if kept <= len(turn.output_ids):
             return turn, (None if kept == len(turn.output_ids) else kept)
         kept -= len(turn.output_ids)
-    return own[-1], None
+    return turns[-1], None
 
 
 def _runs(mask: Sequence[bool | int]) -> Iterator[tuple[int, int, bool]]:

@@ -114,7 +114,7 @@ def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None, ma
                 episode = await run_episode(prompt, extra, sampling)
                 return episode, time.monotonic() - started
 
-            ended = await run_together(timed(*one) for one in zip(prompts, extras, strict=True))
+            ended = await run_together(timed(*task) for task in zip(prompts, extras, strict=True))
             episodes, seconds = [episode for episode, _ in ended], [seconds for _, seconds in ended]
             metadata = input_batch.get("batch_metadata")
             if metadata is not None and metadata.training_phase == "eval":
@@ -123,7 +123,7 @@ def make_generator(run_episode: RunEpisode, *, max_tokens: int | None = None, ma
             if metadata is not None and metadata.global_step is not None:
                 version = max(0, metadata.global_step - 1)  # step 1 samples with the first weights
                 served = newest_version(episodes)
-                is_sampled = any(any(turn.output_ids for turn in one.trajectory.turns) for one in episodes)
+                is_sampled = any(any(turn.output_ids for turn in episode.trajectory.turns) for episode in episodes)
                 if is_sampled and served < version - (max_staleness or 0):
                     raise ValueError(
                         f"the server sampled with weights of version {served}, but SkyRL has made {version} updates: "
@@ -177,7 +177,7 @@ def generator_output(
     rows = training_rows(named, baseline=None, max_tokens=max_tokens, max_staleness=max_staleness, version=newest)
     refuse_images(rows, "SkyRL's output")
     left_out = dict(rows.left_out)
-    groups = [str(one.instance_id) for one in trajectory_ids]
+    groups = [str(trajectory_id.instance_id) for trajectory_id in trajectory_ids]
     trained = Counter(groups[int(name)] for name in rows.advantages)
     for name in rows.advantages:
         if trained[groups[int(name)]] == 1 < groups.count(groups[int(name)]):
@@ -232,7 +232,7 @@ def _output(
     metrics: dict[str, float],
     seconds: Sequence[float] | None,
 ) -> dict[str, Any]:
-    outputs.sort(key=lambda one: one[0])  # the rows of a prompt together, those of an episode in their order
+    outputs.sort(key=lambda output: output[0])  # the rows of a prompt together, those of an episode in their order
     numbers = [number for number, _ in outputs]
     return {
         **{name: [columns[name] for _, columns in outputs] for name in _FILLER},

@@ -110,7 +110,7 @@ def _add_turns(
         message = UserMessage(content=text(prompt))
         trace.nodes.append(MessageNode(parent=node, message=message, token_ids=prompt, mask=[False] * len(prompt)))
         count, start = len(generation.output_ids), 0
-        own = ends[turn.index] = {}
+        turn_ends = ends[turn.index] = {}
         for stop in sorted({*cuts.get(turn.index, ()), count}):
             here = max(0, min(trained, stop) - start)
             ids = list(generation.output_ids[start:stop])
@@ -125,10 +125,10 @@ def _add_turns(
                     advantages=None if advantages is None else [advantages.get(turn.index, 0.0)] * here,
                 )
             )
-            own[stop] = len(trace.nodes) - 1
+            turn_ends[stop] = len(trace.nodes) - 1
             if turn.agent is not None:
-                agents[str(own[stop])] = turn.agent
-            versions[str(own[stop])] = [
+                agents[str(turn_ends[stop])] = turn.agent
+            versions[str(turn_ends[stop])] = [
                 [version, max(first, start) - start, min(last, stop) - start]
                 for version, first, last in generation.weight_versions
                 if first < stop and last > start
@@ -139,7 +139,7 @@ def _add_turns(
             prompt_tokens=generation.prompt_tokens - cached, completion_tokens=count, cached_input_tokens=cached
         )
         reason = generation.finish_type if generation.finish_type in _FINISH_REASONS else None
-        trace.calls.append(ModelCall(node=own[count], finish_reason=reason, usage=usage))
+        trace.calls.append(ModelCall(node=turn_ends[count], finish_reason=reason, usage=usage))
     trace.info[_INFO] |= {"weight_versions": versions, "agents": agents}
 
 
@@ -172,10 +172,10 @@ def from_record(record: Any) -> list[Episode]:
 
 def _episode(record: Mapping[str, Any], trace: Mapping[str, Any]) -> Episode:
     info = (trace.get("info") or {}).get(_INFO) or {}
-    rewards = [one for one in (trace.get("rewards") or {}).values() if one is not None]
+    rewards = [reward for reward in (trace.get("rewards") or {}).values() if reward is not None]
     is_trained = trace.get("ok") and trace["agent"].get("trainable", True) and rewards
     group = (record.get("group") or {}).get("id") or trace["task"].get("key") or trace["task"].get("hash")
-    reward = math.fsum(one["score"] * one.get("weight", 1.0) for one in rewards) if is_trained else None
+    reward = math.fsum(reward["score"] * reward.get("weight", 1.0) for reward in rewards) if is_trained else None
     outcome = TerminationReason(info["outcome"]) if info.get("outcome") else None
     trajectory = Trajectory.of_turns(_turns(trace, info))
     errors = [f"{error['type']}: {error['message']}" for error in trace.get("errors") or ()]
@@ -205,7 +205,7 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
         before, pending = (None, []) if parent is None else places[parent]
         if len(mask) != len(ids):
             raise ValueError(f"{name}: {len(ids)} tokens with {len(mask)} masks")
-        if any(one not in (0, 1) for one in mask):
+        if any(value not in (0, 1) for value in mask):
             raise ValueError(f"{name}: its mask has a value that is not 0 or 1")
         if not node.get("sampled"):
             if any(mask):
@@ -239,8 +239,8 @@ def _turns(trace: Mapping[str, Any], info: Mapping[str, Any]) -> list[Turn]:
             discarded=number not in kept,
         )
         place = None if before is None else (before, None)
-        own = add_call(turns, call, place, f"node {parent}")
-        places.append((own[-1], list(ids[last:])))
+        added = add_call(turns, call, place, f"node {parent}")
+        places.append((added[-1], list(ids[last:])))
     return turns
 
 

@@ -100,7 +100,7 @@ class Recording:
         with self._lock:
             if self.difference is not None or self.has_ended:
                 raise ReplayDifferenceError("the run has ended")
-            found = next((one for one in self._waiting if self._asks_the_same(turn, one)), None)
+            found = next((candidate for candidate in self._waiting if self._asks_the_same(turn, candidate)), None)
             if found is not None:
                 self._waiting.remove(found)
                 self._twins[turn.index] = found
@@ -111,18 +111,23 @@ class Recording:
                 self.has_ended = True
                 raise ReplayDifferenceError("the record ends here")
             if not waiting:
-                last = max((one.index for one in self._twins.values()), default=None)
+                last = max((twin.index for twin in self._twins.values()), default=None)
                 self.differ(Difference("a model call that is not recorded follows", last, now=turn.reason))
             ids = turn.token_ids()
-            starts = [(first_difference(ids, one.token_ids()[: one.prompt_tokens]), one) for one in waiting]
+            starts = [
+                (first_difference(ids, candidate.token_ids()[: candidate.prompt_tokens]), candidate)
+                for candidate in waiting
+            ]
             token, nearest = max(starts, key=lambda start: (start[0], -start[1].index))
             if ids == nearest.token_ids()[: nearest.prompt_tokens]:
                 what = Difference("where the call attaches", nearest.index, None, nearest.reason, turn.reason)
             else:
                 changed = [name for name in turn.parts if turn.parts[name] != nearest.parts.get(name)]
-                told = f"the prompt ({', '.join(changed)} changed)" if changed else "the prompt"
-                then, now = (self._text(one, token) for one in (nearest.token_ids()[: nearest.prompt_tokens], ids))
-                what = Difference(told, nearest.index, token, then, now)
+                what_differs = f"the prompt ({', '.join(changed)} changed)" if changed else "the prompt"
+                then, now = (
+                    self._text(prompt_ids, token) for prompt_ids in (nearest.token_ids()[: nearest.prompt_tokens], ids)
+                )
+                what = Difference(what_differs, nearest.index, token, then, now)
             self.differ(what)
 
     def _next_of(self, agent: str | None) -> list[Turn]:
@@ -131,10 +136,11 @@ class Recording:
         A known agent asks its own next turn; a new one may ask the first turn of any recorded agent that has not asked.
         """
         known = self._agents
-        may_be = {known[agent]} if agent in known else {one.agent for one in self._waiting} - {*known.values()}
-        own = [one for one in self._waiting if one.agent in may_be]
-        first = {one.agent: one for one in reversed(own)}
-        found = [one for one in own if one.agent is None or one is first[one.agent]]  # calls from outside run at once
+        may_be = {known[agent]} if agent in known else {waiting.agent for waiting in self._waiting} - {*known.values()}
+        candidates = [turn for turn in self._waiting if turn.agent in may_be]
+        first = {turn.agent: turn for turn in reversed(candidates)}
+        # Calls from outside run at once.
+        found = [turn for turn in candidates if turn.agent is None or turn is first[turn.agent]]
         return found if self._twins else found[:1]
 
     def answers(self) -> list[Turn]:
@@ -174,7 +180,7 @@ class Recording:
         left_out = {"sampling_seed"} if random_seeds else set()
         if recorded.clamped and self.recorded.context_length is None:
             left_out.add("max_new_tokens")
-        then, now = ({**one.sampling_params, **one.request_fields} for one in (recorded, turn))
+        then, now = ({**sent.sampling_params, **sent.request_fields} for sent in (recorded, turn))
         for name in {**then, **now}:
             if name not in left_out and then.get(name) != now.get(name):
                 self.differ(Difference(f"the request's {name}", recorded.index, None, then.get(name), now.get(name)))
@@ -210,12 +216,12 @@ class Recording:
         twins = ((turn, self._twins[turn.index]) for turn in self.trajectory.turns if turn.index in self._twins)
         changed = [(turn, recorded) for turn, recorded in twins if turn.status is not recorded.status]
         # No call follows an answer that is lost; one that no call follows is kept, but not built on.
-        lost = [one for one in changed if one[0].status not in (TurnStatus.COMMITTED, TurnStatus.FINAL)]
+        lost = [change for change in changed if change[0].status not in (TurnStatus.COMMITTED, TurnStatus.FINAL)]
         missing = next((turn for turn in self._waiting if of_all or turn.agent == self._main), None)
         if missing is not None and not lost:
             self.note(Difference("a model call that is not made any more", missing.index, None, missing.reason))
         for turn, recorded in lost or changed:
-            then, now = (f"{one.status.value} {one.failure or one.note}".strip() for one in (recorded, turn))
+            then, now = (f"{side.status.value} {side.failure or side.note}".strip() for side in (recorded, turn))
             self.note(Difference("what became of the answer", recorded.index, None, then, now))
 
 

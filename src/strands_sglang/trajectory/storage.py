@@ -410,11 +410,11 @@ def _typed(value: Any, hint: Any) -> Any:
         TypeError: It is of another type.
         ValueError: It is of the type's form in JSON, and not one of its values.
     """
-    kind, of = get_origin(hint) or hint, get_args(hint)
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
     if kind is Any:
         return value
     if kind is UnionType:  # with None
-        return None if value is None else _typed(value, of[0])
+        return None if value is None else _typed(value, arguments[0])
     if kind is bytes:
         return bytes.fromhex(value)
     if kind is Reason:
@@ -426,12 +426,12 @@ def _typed(value: Any, hint: Any) -> Any:
     if issubclass(kind, Enum):
         return kind(value)
     if kind in (Mapping, dict) and isinstance(value, dict):
-        return {of[0](key): _typed(entry, of[1]) for key, entry in value.items()}
+        return {arguments[0](key): _typed(entry, arguments[1]) for key, entry in value.items()}
     if issubclass(kind, tuple | list) and isinstance(value, list):
-        if kind is list or of[1:] == (...,):
-            return kind(_typed(entry, of[0]) for entry in value)
-        hints = of or tuple(_hints(kind).values())  # a named one's
-        if len(value) > len(hints) or len(value) < len(of):  # a named one may have defaults
+        if kind is list or arguments[1:] == (...,):
+            return kind(_typed(entry, arguments[0]) for entry in value)
+        hints = arguments or tuple(_hints(kind).values())  # a named one's
+        if len(value) > len(hints) or len(value) < len(arguments):  # a named one may have defaults
             raise TypeError
         parts = map(_typed, value, hints)
         return tuple(parts) if kind is tuple else kind(*parts)

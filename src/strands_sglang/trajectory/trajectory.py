@@ -327,13 +327,13 @@ class Trajectory:
             if self._has_agents:
                 return
             self._has_agents = True
-            own = [turn for turn in self._turns if turn.agent is None and not turn.is_auxiliary]
-            if own:  # recorded turns never change their kind
+            unassigned = [turn for turn in self._turns if turn.agent is None and not turn.is_auxiliary]
+            if unassigned:  # recorded turns never change their kind
                 logger.warning(
                     "call=<%d>, calls=<%d> | calls from outside an agent's loop before the first agent asked are "
                     "trained, and later ones are auxiliary; decide it with stream(auxiliary=...) or model.auxiliary",
-                    own[0].index,
-                    len(own),
+                    unassigned[0].index,
+                    len(unassigned),
                 )
 
     def answer(
@@ -447,9 +447,9 @@ class Trajectory:
             cycle: Strands' id of the event-loop cycle that asks.
         """
         turns = self._unanswered.get(key, ())
-        own = [turn for turn in turns if turn.agent == agent or (cycle is not None and turn.cycle == cycle)]
-        if own or agent in self._latest:
-            return min(own, key=lambda turn: (not turn.waits_to_go_on, turn.index), default=None)
+        retried = [turn for turn in turns if turn.agent == agent or (cycle is not None and turn.cycle == cycle)]
+        if retried or agent in self._latest:
+            return min(retried, key=lambda turn: (not turn.waits_to_go_on, turn.index), default=None)
         waiting = [turn for turn in turns if turn.waits_to_go_on]
         # Turns whose agents may still ask again come last.
         return min(waiting, key=lambda turn: (turn.agent in self._latest, turn.index), default=None)
@@ -565,9 +565,9 @@ class Trajectory:
             ValueError: No episode ends this way.
         """
         named = None if outcome is None else TerminationReason(outcome).value
-        own = {int(turn): float(value) for turn, value in (turn_rewards or {}).items()}  # NumPy's are not JSON's
+        rewards = {int(turn): float(value) for turn, value in (turn_rewards or {}).items()}  # NumPy's are not JSON's
         with self.lock:
-            self.end = EpisodeEnd(named, None if reward is None else float(reward), own, error, reward_error)
+            self.end = EpisodeEnd(named, None if reward is None else float(reward), rewards, error, reward_error)
 
     # --- for calls ---
 
@@ -595,8 +595,8 @@ class Trajectory:
                     if latest is None:
                         continue
                     same = (turn for turn in reversed(self._turns) if turn.answer_key == latest.answer_key)
-                    own = (turn for turn in same if turn.agent == agent)
-                    return latest if latest.agent == agent else next(own, latest), known
+                    of_agent = (turn for turn in same if turn.agent == agent)
+                    return latest if latest.agent == agent else next(of_agent, latest), known
             return None
 
     def latest_answered(self, tool_use_ids: Collection[str] = ()) -> Turn | None:
@@ -691,11 +691,11 @@ class Trajectory:
     def main_leaf(self) -> Turn | None:
         """Return the turn that `latest_main_sequence` ends with; None before any call."""
         with self.lock:
-            own = [turn for turn in self._turns if not turn.is_auxiliary]
-            first = next((turn for turn in own if turn.is_answered), None)
+            turns = [turn for turn in self._turns if not turn.is_auxiliary]
+            first = next((turn for turn in turns if turn.is_answered), None)
             if first is None:
-                return next((turn for turn in reversed(own) if turn.parent is None), None)
-            ends = [turn for turn in own if turn.is_answered and turn.root.key == first.root.key]
+                return next((turn for turn in reversed(turns) if turn.parent is None), None)
+            ends = [turn for turn in turns if turn.is_answered and turn.root.key == first.root.key]
             kept = [turn for turn in ends if turn.status is not TurnStatus.DISCARDED]
             return kept[-1] if kept else ends[-1]
 

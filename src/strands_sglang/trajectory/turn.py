@@ -307,7 +307,7 @@ class Turn:
         for turn in self.path():
             added = turn._added
             if added is None:
-                answer = EncodedIds() if parent is None else EncodedIds.of(parent.output_ids[: turn.parent_kept])
+                answer = EncodedIds() if parent is None else EncodedIds.encode(parent.output_ids[: turn.parent_kept])
                 prompt_ids = turn.prompt_ids if turn.images is None else turn.images.sent_ids
                 added = turn._added = answer.plus(prompt_ids, vocab_size if turn is self else None)
             parts.append(added)

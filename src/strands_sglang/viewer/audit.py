@@ -47,9 +47,9 @@ def audit_credit(groups: Sequence[Group], numbers: Mapping[tuple[str, str, str],
     files: dict[str, list[Group]] = {}
     for group in groups:
         files.setdefault(group.file, []).append(group)
-    if all(len(own) == 1 and len(own[0].episodes) == 1 for own in files.values()):
+    if all(len(groups) == 1 and len(groups[0].episodes) == 1 for groups in files.values()):
         return []
-    audits = [_audit(file, own, numbers) for file, own in files.items()]
+    audits = [_audit(file, groups, numbers) for file, groups in files.items()]
     return [audit for audit in audits if audit is not None]
 
 
@@ -60,13 +60,13 @@ def _audit(file: str, groups: Sequence[Group], numbers: Mapping[tuple[str, str, 
     for group in groups:
         computed = advantages_of(group)
         for episode in group.episodes:
-            own = []
+            entries = []
             positions = {id(turn): position for position, turn in enumerate(episode.turns)}
-            trained = sum(int((one.mask > 0).sum()) for one in episode.sequences)
+            trained = sum(int((sequence.mask > 0).sum()) for sequence in episode.sequences)
             for at, sequence in enumerate(episode.sequences):
                 amounts = _amounts(sequence, computed.get(episode.id), positions)
                 if amounts is not None:
-                    own.append({"sequence": at, "row": len(rows), **amounts})
+                    entries.append({"sequence": at, "row": len(rows), **amounts})
                     trained_sequences.append(sequence)
                     rows.append(_sized_row(f"{group.id}/{episode.id}", len(sequence), amounts["tokens"], trained))
             note = "no advantage, or no trained token" if episode.left_out is None else str(episode.left_out)
@@ -74,13 +74,13 @@ def _audit(file: str, groups: Sequence[Group], numbers: Mapping[tuple[str, str, 
                 {
                     "name": episode.name,
                     "episode": numbers[(group.file, group.id, episode.id)],
-                    "rows": own,
-                    "note": None if own else note,
+                    "rows": entries,
+                    "note": None if entries else note,
                 }
             )
     if not rows:
         return None
-    given = [one.row.loss_weight if one.row is not None else None for one in trained_sequences]
+    given = [sequence.row.loss_weight if sequence.row is not None else None for sequence in trained_sequences]
     longest = max(map(len, rows))
     batch = Batch(rows, micro_batches=[list(range(len(rows)))], max_length=longest)
     normalizers: dict[str, Any] = {name: _normalized(rows, batch, name) for name in NORMALIZERS}
@@ -123,12 +123,12 @@ def _amounts(sequence: TokenSequence, computed: float | None, positions: Mapping
         sizes = np.abs(np.nan_to_num(given, posinf=0.0, neginf=0.0))
     turns = []
     for step in sequence.steps:
-        own = np.flatnonzero(sequence.mask[step.start : step.stop]) + step.start
-        turn: dict[str, Any] = {"turn": positions[id(step.turn)], "number": step.turn.index, "tokens": len(own)}
-        turn["abs"] = float(sizes[own].sum())
+        trained = np.flatnonzero(sequence.mask[step.start : step.stop]) + step.start
+        turn: dict[str, Any] = {"turn": positions[id(step.turn)], "number": step.turn.index, "tokens": len(trained)}
+        turn["abs"] = float(sizes[trained].sum())
         if weight is not None and given is not None:
             turn["recorded"] = turn["abs"] * abs(weight) if math.isfinite(weight) else 0.0
-        if len(own):
+        if len(trained):
             turns.append(turn)
     names = [name for name in ("tokens", "abs", "recorded") if name in turns[0]]
     sums: dict[str, Any] = {name: sum(turn[name] for turn in turns) for name in names}

@@ -163,11 +163,11 @@ class _Page:
         }
         trained = None if episode.record else int((columns["trains"] > 0).sum())
         gaps = np.abs(columns["trainer_logprob"] - columns["logprob"])[columns["trains"] > 0]
-        own = columns["advantage"][columns["trains"] > 0]
+        advantages = columns["advantage"][columns["trains"] > 0]
         if episode.record:  # an evaluation trains nothing
             del columns["trains"]
         packed = {name: self.blocks.array(values) for name, values in columns.items()}
-        own = own[np.isfinite(own)]
+        advantages = advantages[np.isfinite(advantages)]
         end = episode.end
         newest = self._newest[group.file]
         stale = sum(count for version, count in _versions(episode.turns) if version < newest)
@@ -190,7 +190,7 @@ class _Page:
             "gap": float(gaps[np.isfinite(gaps)].max()) if np.isfinite(gaps).any() else None,
             "outcome": end.outcome,
             "reward": _finite(end.reward),
-            "advantage": float(own[0]) if len(own) and (own == own[0]).all() else None,
+            "advantage": float(advantages[0]) if len(advantages) and (advantages == advantages[0]).all() else None,
             "note": "; ".join(note for note in notes if note),
             "turns": None if unkept else len(episode.turns),
             "tokens": None if unkept else length,
@@ -393,9 +393,9 @@ def _steps(groups: Sequence[Group]) -> list[dict[str, Any]]:
             known = (_finite(episode.end.reward) for episode in group.episodes)
             rewards.setdefault(group.file, []).extend(reward for reward in known if reward is not None)
     steps = [
-        {"name": short_name(file), "reward": sum(own) / len(own), "rewards": len(own)}
-        for file, own in rewards.items()
-        if own
+        {"name": short_name(file), "reward": sum(values) / len(values), "rewards": len(values)}
+        for file, values in rewards.items()
+        if values
     ]
     return steps if len(steps) > 1 else []
 
@@ -465,9 +465,9 @@ def _unkept(episode: Inspected) -> str | None:
         for name, word in (("model_calls", "model call"), ("sampled_tokens", "sampled token"))
         if isinstance(known.get(name), int)
     ]
-    told = ", ".join(counts) or "turns and tokens"
+    missing = ", ".join(counts) or "turns and tokens"
     is_there = episode.has_trajectory or episode.problems  # but too long for a page, or not readable
-    return told if is_there else f"{told} (not kept: evaluate with --keep-trajectories)"
+    return missing if is_there else f"{missing} (not kept: evaluate with --keep-trajectories)"
 
 
 def _shown_sequences(episode: Inspected) -> list[tuple[str, Sequence[Step]]]:

@@ -499,7 +499,7 @@ def test_ids_that_grow_are_encoded_like_the_whole_list(pieces):
 @given(NOT_AN_ID)
 def test_invalid_id_is_rejected_when_it_is_added(bad):
     with pytest.raises(ValueError, match=r"^input_ids\[1\] is "):
-        EncodedIds.of([1, 2]).plus([5, bad])
+        EncodedIds.encode([1, 2]).plus([5, bad])
 
 
 @given(st.text(), st.dictionaries(st.text(), st.integers(-(2**53), 2**53)))

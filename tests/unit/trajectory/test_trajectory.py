@@ -346,7 +346,7 @@ def test_an_answer_continued_by_another_agent_is_not_judged(recorder):
 def test_an_agent_that_ends_takes_no_token_from_another_s_request(recorder, monkeypatch):
     recorder.call([user("a")], agent="one")
     turn = recorder.ask([user("a"), assistant("ok"), user("b")], agent="one")
-    encode = EncodedIds.of
+    encode = EncodedIds.encode
 
     def encode_while_another_thread_settles(*args):
         recorder.trajectory.settle([user("c")])

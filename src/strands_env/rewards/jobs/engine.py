@@ -113,12 +113,12 @@ def is_same(truth: str, answer: str) -> bool:
 
 def is_proportional(truth: tuple[str, str], answer: tuple[str, str], is_directed: bool) -> bool:
     """Whether two relations with the same sign, each given by its two sides, differ only by a constant factor."""
-    one, other = (formula(left) - formula(right) for left, right in (truth, answer))
-    if one.free_symbols != other.free_symbols or not one.free_symbols:
+    first, second = (formula(left) - formula(right) for left, right in (truth, answer))
+    if first.free_symbols != second.free_symbols or not first.free_symbols:
         return False
-    a, b = _values(one, other, _POINTS[0])
+    a, b = _values(first, second, _POINTS[0])
     is_turned = a.is_real and b.is_real and a * b < 0
-    return not (is_directed and is_turned) and bool(a and b) and _agree(one * b, other * a)
+    return not (is_directed and is_turned) and bool(a and b) and _agree(first * b, second * a)
 
 
 def number(latex: str) -> Fraction | None:
@@ -160,22 +160,22 @@ def _symbol(found: re.Match[str]) -> str:
     return "Q_{" + "".join(str(ord(char)) for char in found[0] if char not in "\\{} ") + "}"
 
 
-def _agree(one: sympy.Expr, other: sympy.Expr) -> bool:
+def _agree(first: sympy.Expr, second: sympy.Expr) -> bool:
     """Whether two formulas are the same, or have equal values at some points, and where both have real values."""
     n_equal = 0
-    is_constant = not (one.free_symbols or other.free_symbols)
+    is_constant = not (first.free_symbols or second.free_symbols)
     for start in _POINTS[:1] if is_constant else _POINTS:
-        a, b = _values(one, other, start)
+        a, b = _values(first, second, start)
         is_finite = all(side.is_number and not side.has(sympy.oo, sympy.zoo, sympy.nan) for side in (a, b))
         if is_finite and (is_constant or (a.is_real and b.is_real)):
             if abs(a - b) > _TOLERANCE * (abs(a) + abs(b)):
                 return False
             n_equal += 1
-    return bool(n_equal or one == other)
+    return bool(n_equal or first == second)
 
 
-def _values(one: sympy.Expr, other: sympy.Expr, start: sympy.Rational) -> list[sympy.Expr]:
+def _values(first: sympy.Expr, second: sympy.Expr, start: sympy.Rational) -> list[sympy.Expr]:
     """Return the values of two formulas at a point."""
-    names = sorted(one.free_symbols | other.free_symbols, key=str)
+    names = sorted(first.free_symbols | second.free_symbols, key=str)
     point = {name: start + sympy.Rational(at, 7) for at, name in enumerate(names)}
-    return [sympy.N(side.subs(point).doit(), _DIGITS) for side in (one, other)]
+    return [sympy.N(side.subs(point).doit(), _DIGITS) for side in (first, second)]

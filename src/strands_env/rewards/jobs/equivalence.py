@@ -38,7 +38,7 @@ def handle(request: dict[str, Any], stage: Callable[[str], None]) -> dict[str, A
     if not (answer or "").strip():
         return {"verdict": "no_answer", "extracted": None, "reason": ""}
     verdicts = [_Grader(request).verdict(truth, answer) for truth in request["truths"]]
-    verdict, reason = min(verdicts, key=lambda one: (one[0] != "correct", one[0] == "wrong"))
+    verdict, reason = min(verdicts, key=lambda verdict: (verdict[0] != "correct", verdict[0] == "wrong"))
     return {"verdict": verdict, "extracted": answer, "reason": reason}
 
 
@@ -201,8 +201,8 @@ class _Grader:
         rest = list(answer)
         if len(truth) != len(answer):
             return False
-        for one in truth:
-            match = next((at for at, other in enumerate(rest) if self.same(one, other)), None)
+        for element in truth:
+            match = next((at for at, other in enumerate(rest) if self.same(element, other)), None)
             if match is None:
                 return False
             del rest[match]

@@ -227,7 +227,7 @@ def chosen(text: str, question: str) -> str | None:
     found = re.fullmatch(r"\(?\s*([A-Z])\s*[).:](?!\s*[=<>+*/^-])\s*(.+)", words_of(spelled(text)).strip(), re.DOTALL)
     if found is None:
         return None
-    option, options = (re.sub(r"[\W_]+", " ", one).strip() for one in (found[0], question))
+    option, options = (re.sub(r"[\W_]+", " ", text).strip() for text in (found[0], question))
     return found[1] if option in options or read(found[2]).kind not in ("words", "list") else None
 
 

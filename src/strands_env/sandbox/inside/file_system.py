@@ -54,9 +54,9 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
         OSError: The kernel refuses a step. The message names it.
     """
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    own = config["layers"][0]
-    root = f"{own}/r"
-    upper = os.open(f"{own}/u", os.O_RDONLY | os.O_DIRECTORY)
+    layer = config["layers"][0]
+    root = f"{layer}/r"
+    upper = os.open(f"{layer}/u", os.O_RDONLY | os.O_DIRECTORY)
     kernel.mount("tmpfs", root, "tmpfs", 0, "mode=755")
     for name in FOLDERS:
         os.makedirs(f"{root}/{name}")
@@ -69,7 +69,7 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
     lower = ":".join([*(f"{name}/u" for name in config["layers"][1:]), root])
     # Without `volatile`, each copy of a file to the own layer and each unmount waits for the disk. With `xino=on`, all
     # files have the same device, although their layers have not.
-    options = f"lowerdir={lower},upperdir={own}/u,workdir={own}/w,userxattr,volatile,xino=on"
+    options = f"lowerdir={lower},upperdir={layer}/u,workdir={layer}/w,userxattr,volatile,xino=on"
     kernel.mount("overlay", root, "overlay", 0, options)
     os.chdir(root)
     kernel.pivot_root()

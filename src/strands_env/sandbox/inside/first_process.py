@@ -214,14 +214,14 @@ class FirstProcess:
     def _pause_ms(self) -> float | None:
         if not self._running and not self._in_background:
             return None
-        deadlines = [one.deadline for one in self._running.values()]
+        deadlines = [program.deadline for program in self._running.values()]
         return max(0.0, min([self._next_check, *deadlines]) - time.monotonic()) * 1000
 
     def _take(self, request: dict[str, Any], files: list[int]) -> None:
         if request["do"] == "stop":
-            for one in list(self._running.values()):
-                if one.number == request["number"]:
-                    self._end(one, "stopped")
+            for program in list(self._running.values()):
+                if program.number == request["number"]:
+                    self._end(program, "stopped")
             return
         pid = os.fork()
         if pid == 0:
@@ -264,17 +264,17 @@ class FirstProcess:
     def _check(self) -> None:
         """End what exceeds a limit."""
         now = time.monotonic()
-        for one in list(self._running.values()):
-            if now >= one.deadline:
-                self._end(one, "timeout")
+        for program in list(self._running.values()):
+            if now >= program.deadline:
+                self._end(program, "timeout")
         pids = self._members.pids()
-        ours = {one.pid for one in self._running.values()}
+        ours = {program.pid for program in self._running.values()}
         programs = [pid for pid in pids if pid not in ours]
         self._in_background = bool(programs)
         exceeded = self._exceeded_limit(programs)
         if exceeded is not None:
-            for one in self._running.values():
-                one.ended = exceeded
+            for program in self._running.values():
+                program.ended = exceeded
             self._end_all()
             if exceeded == "memory":
                 self._empty_memory()
@@ -291,13 +291,13 @@ class FirstProcess:
             return "memory"
         return "disk" if self._disk.is_full(Space(used.unnamed, elsewhere.files)) else None
 
-    def _end(self, one: Running, why: str) -> None:
+    def _end(self, program: Running, why: str) -> None:
         """End a program with its whole tree."""
-        one.ended = one.ended or why
+        program.ended = program.ended or why
         with contextlib.suppress(ProcessLookupError):
-            os.kill(one.pid, signal.SIGSTOP)  # otherwise orphans would leave it
+            os.kill(program.pid, signal.SIGSTOP)  # otherwise orphans would leave it
             for _ in range(ROUNDS):
-                left = tree_of(one.pid)
+                left = tree_of(program.pid)
                 if not left:
                     break
                 for pid in left:
@@ -305,7 +305,7 @@ class FirstProcess:
                         os.kill(pid, signal.SIGKILL)
             else:  # it forks faster than that
                 self._end_all()
-            os.kill(one.pid, signal.SIGKILL)
+            os.kill(program.pid, signal.SIGKILL)
 
     def _end_all(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -409,7 +409,7 @@ def find_user(wanted: str) -> User:
         LookupError: There is no user of that name.
     """
     name, _, group = wanted.partition(":")
-    found = next((one for one in _entries("/etc/passwd", 7) if name in (one[0], one[2])), None)
+    found = next((entry for entry in _entries("/etc/passwd", 7) if name in (entry[0], entry[2])), None)
     if found is not None:
         name, uid, gid, home = found[0], int(found[2]), int(found[3]), found[5]
     elif name.isdigit():
@@ -420,11 +420,11 @@ def find_user(wanted: str) -> User:
         raise LookupError(f"the world has no user {name}")
     groups = list(_entries("/etc/group", 4))
     if group:
-        gids = [int(one[2]) for one in groups if group == one[0]]
+        gids = [int(entry[2]) for entry in groups if group == entry[0]]
         if not gids and not group.isdigit():
             raise LookupError(f"the world has no group {group}")
         gid = gids[0] if gids else int(group)
-    member_of = [int(one[2]) for one in groups if name in one[3].split(",")]
+    member_of = [int(entry[2]) for entry in groups if name in entry[3].split(",")]
     return User(uid, gid, home, [gid, *member_of][:32])
 
 

@@ -38,13 +38,13 @@ class OtherUser(FirstProcess):
             raise OSError("the kernel has no Landlock")
         first, count = config["users"]
         self._uid = first + count // 2 + os.getpid() % (count // 2)
-        own = f"{config['layers'][0]}/u"
+        folder = f"{config['layers'][0]}/u"
         os.chown(config["layers"][0], self._uid, self._uid)
-        os.chown(own, self._uid, self._uid)
-        config["working_dir"] = os.path.realpath(own)
+        os.chown(folder, self._uid, self._uid)
+        config["working_dir"] = os.path.realpath(folder)
         config["environment"].setdefault("TMPDIR", config["working_dir"])
-        self._programs = OfUser(self._uid, own)
-        return os.open(own, os.O_RDONLY | os.O_DIRECTORY), self._programs
+        self._programs = OfUser(self._uid, folder)
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY), self._programs
 
     def _confine(self, request: dict[str, Any]) -> str:
         os.setgroups([])

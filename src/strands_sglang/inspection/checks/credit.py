@@ -20,9 +20,9 @@ def check_rewards(group: Group) -> Iterator[Finding]:
     yield from _flat(group)
 
 
-def close(one: float, other: float) -> bool:
+def close(first: float, second: float) -> bool:
     """Whether two values are one, up to rounding."""
-    return math.isnan(one) and math.isnan(other) or math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+    return math.isnan(first) and math.isnan(second) or math.isclose(first, second, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _has_no_reward(episode: Inspected) -> bool:
@@ -36,10 +36,12 @@ def _reward(group: Group, episode: Inspected) -> Iterator[Finding]:
     reward = episode.end.reward
     is_counted = reward is not None
     if group.batch is not None:
-        is_counted = episode.id in group.batch.rewards or any(one.row is not None for one in episode.sequences)
+        is_counted = episode.id in group.batch.rewards or any(
+            sequence.row is not None for sequence in episode.sequences
+        )
     if _has_no_reward(episode) and is_counted:
-        told = "" if reward is None else f" {reward:g}"
-        yield Finding("reward-failure", f"it ended with {episode.end.outcome}, but its reward{told} counts")
+        shown_reward = "" if reward is None else f" {reward:g}"
+        yield Finding("reward-failure", f"it ended with {episode.end.outcome}, but its reward{shown_reward} counts")
     if reward is not None and not math.isfinite(reward) and is_counted:
         yield Finding("reward", f"its reward is {reward}")
 
@@ -66,15 +68,15 @@ def _noted(group: Group, episode: Inspected) -> Iterator[Finding]:
 
 def whose(group: Group, episode: Inspected, reward: float) -> str:
     """Return the kind of a wrong reward: a sibling's, or no one's."""
-    for one in group.episodes:
-        noted = one.trajectory.end or one.end
-        if one is not episode and noted.reward is not None and close(noted.reward, reward):
+    for sibling in group.episodes:
+        noted = sibling.trajectory.end or sibling.end
+        if sibling is not episode and noted.reward is not None and close(noted.reward, reward):
             return "reward-sibling"
     return "reward"
 
 
 def _flat(group: Group) -> Iterator[Finding]:
-    scored = [one for one in group.episodes if one.end.reward is not None and not _has_no_reward(one)]
+    scored = [sibling for sibling in group.episodes if sibling.end.reward is not None and not _has_no_reward(sibling)]
     settings = {} if group.batch is None else group.batch.settings
     if not group.is_scored or len(scored) < 2 or settings.get("baseline", "mean") is None:
         return
@@ -92,14 +94,14 @@ def _flat(group: Group) -> Iterator[Finding]:
 def check_openings(groups: Sequence[Group]) -> Iterator[Finding]:
     """Find groups of several prompts: episodes whose messages open like others in the batch, but not in their group."""
     opened = {group.id: {episode.id: _opening(episode) for episode in group.episodes} for group in groups}
-    known = Counter(chain.from_iterable(own.values() for own in opened.values()))
-    for name, own in opened.items():
-        counts = Counter(own.values())
+    known = Counter(chain.from_iterable(openings.values() for openings in opened.values()))
+    for name, openings in opened.items():
+        counts = Counter(openings.values())
         if len(counts) < 2 or None in counts or any(known[prompt] < 2 for prompt in counts):
             continue
         (usual, _), *_ = counts.most_common()
-        first = next(each for each in own if own[each] == usual)
-        odd = next(each for each in own if own[each] != usual)
+        first = next(each for each in openings if openings[each] == usual)
+        odd = next(each for each in openings if openings[each] != usual)
         why = f"it opens with another prompt than {first}, and their rewards are compared"
         yield Finding("group", why, group=name, episode=odd)
 

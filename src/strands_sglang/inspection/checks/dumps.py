@@ -20,7 +20,7 @@ def check_sample(group: Group, episode: Inspected) -> Iterator[Finding]:
     if group.kind != "slime":
         return
     yield from _twice(episode)
-    samples = [one.sample for one in chain.from_iterable(one.sequences for one in group.episodes)]
+    samples = [sequence.sample for sequence in chain.from_iterable(each.sequences for each in group.episodes)]
     has_versions = any(sample.get("weight_versions") for sample in samples)
     for number, sequence in enumerate(episode.sequences):
         yield from within(_sample(group, sequence, has_versions), sequence=number)
@@ -28,7 +28,7 @@ def check_sample(group: Group, episode: Inspected) -> Iterator[Finding]:
 
 def _twice(episode: Inspected) -> Iterator[Finding]:
     """Find tokens that two samples of a rollout share and both train."""
-    rows = [(one.column("ids"), one.mask > 0) for one in episode.sequences[:64]]
+    rows = [(sequence.column("ids"), sequence.mask > 0) for sequence in episode.sequences[:64]]
     for later in range(1, len(rows)):
         for earlier in range(later):
             (ids, mask), (other, other_mask) = rows[later], rows[earlier]

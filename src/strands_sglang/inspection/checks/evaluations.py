@@ -21,8 +21,8 @@ def check_record(group: Group, episode: Inspected) -> Iterator[Finding]:
     if record["reward"] is not None and record.get("is_errored"):
         yield Finding("reward", f"it has the reward {record['reward']}, but counts as an error without one")
     if record["reward"] is not None and (record.get("reward_error") or record.get("reward_error_is_infrastructure")):
-        told = record.get("reward_error") or "by the infrastructure"
-        yield Finding("reward-failure", f"it has the reward {record['reward']}, but scoring failed: {told}")
+        error = record.get("reward_error") or "by the infrastructure"
+        yield Finding("reward-failure", f"it has the reward {record['reward']}, but scoring failed: {error}")
     yield from _answers(episode)
     sampled = sum(len(turn.output_ids) for turn in episode.turns)
     counted = record["observation"].get("metrics", {}).get("sampled_tokens")

@@ -31,7 +31,7 @@ def check_step(groups: Sequence[Group]) -> Iterator[Finding]:
         yield Finding("left-out", why)
     for group in groups:
         for episode in group.episodes:
-            rows = [one for one in enumerate(episode.sequences) if one[1].row is not None]
+            rows = [pair for pair in enumerate(episode.sequences) if pair[1].row is not None]
             if episode.left_out is not None and rows:
                 why = f"it is said to be left out ({episode.left_out}), but has {len(rows)} rows"
                 yield Finding("left-out", why, group=group.id, episode=episode.id)
@@ -47,8 +47,8 @@ def check_step(groups: Sequence[Group]) -> Iterator[Finding]:
         wanted.setdefault(row.episode, []).append(row)
     for group in groups:
         for episode in group.episodes:
-            own = _episode(group, episode, batch, expected, wanted.get(episode.id, []))
-            yield from within(own, group=group.id, episode=episode.id)
+            findings = _episode(group, episode, batch, expected, wanted.get(episode.id, []))
+            yield from within(findings, group=group.id, episode=episode.id)
 
 
 def _placed(found: Iterable[Finding], row: tuple[int, TokenSequence], **place: Any) -> Iterator[Finding]:
@@ -108,7 +108,7 @@ def _episode(
     if not episode.in_batch:
         return
     name, given, reason = episode.id, episode.left_out, expected.left_out.get(episode.id)
-    numbered = [one for one in enumerate(episode.sequences) if one[1].row is not None]
+    numbered = [pair for pair in enumerate(episode.sequences) if pair[1].row is not None]
     is_judged = given is None or given.kind not in ("only_trained", "in_words")
     if not episode.has_trajectory:
         is_judged = False
@@ -153,10 +153,14 @@ def _advantages(group: Group, episode: Inspected, sequence: TokenSequence, expec
             value, wanted = row.advantages[step.sampled + position], known.get(step.turn.index)
             if wanted is None or close(value, wanted):
                 continue
-            siblings = [one for one in group.episodes if one is not episode and one.id in expected.advantages]
-            own = next((one for one in siblings if close([*expected.advantages[one.id].values()][-1], value)), None)
-            if own is not None:
-                why = f"its advantage {value:g} is that of episode {own.id}; {wanted:g} follows from its own reward"
+            siblings = [
+                sibling for sibling in group.episodes if sibling is not episode and sibling.id in expected.advantages
+            ]
+            source = next(
+                (sibling for sibling in siblings if close([*expected.advantages[sibling.id].values()][-1], value)), None
+            )
+            if source is not None:
+                why = f"its advantage {value:g} is that of episode {source.id}; {wanted:g} follows from its own reward"
                 kind = "reward-sibling"
             else:
                 why = f"its advantage is {value:g}, but {wanted:g} follows from the rewards of its group"
@@ -185,8 +189,8 @@ def _row(group: Group, sequence: TokenSequence, want: TrainingRow | None) -> Ite
     for step, given, span in zip(sequence.steps, row.spans, want.spans, strict=True):
         if given.finish_reason != span.finish_reason:
             kind = "cut-complete" if given.finish_reason == "stop" else "changed"
-            told = f"{given.finish_reason!r}, and its turn with {span.finish_reason!r}"
-            yield Finding(kind, f"the row says that its answer ended with {told}", turn=step.turn.index)
+            reasons = f"{given.finish_reason!r}, and its turn with {span.finish_reason!r}"
+            yield Finding(kind, f"the row says that its answer ended with {reasons}", turn=step.turn.index)
     for name in ("prompt_length", "episode_trained", "episode_version"):
         value, wanted = getattr(row, name), getattr(want, name)
         if value != wanted:
@@ -200,10 +204,10 @@ def _ids(group: Group, sequence: TokenSequence, row: TrainingRow) -> Iterator[Fi
     if not len(different):
         return
     first, last = int(different[0]), int(different[-1])
-    own, text = joined(ids.tolist(), group.vocabulary), joined(row.token_ids, group.vocabulary)
+    recorded_text, text = joined(ids.tolist(), group.vocabulary), joined(row.token_ids, group.vocabulary)
     why = f"{counted(len(different), 'token')} not as in the trajectory"
-    kind = "ids" if own is None else "id-text"
-    if text is not None and text == own:
+    kind = "ids" if recorded_text is None else "id-text"
+    if text is not None and text == recorded_text:
         why = "its text is that of the turns, in other tokens"
         is_inside = any(step.sampled <= first and last < step.stop for step in sequence.steps)
         kind = "drift" if is_inside else "re-rendered"
@@ -220,12 +224,12 @@ def _mask(sequence: TokenSequence, wanted: Any) -> Iterator[Finding]:
             "discarded": turn.status is TurnStatus.DISCARDED,
             "auxiliary": turn.is_auxiliary,
         }
-        told = " and ".join(word for word, holds in excluded.items() if holds)
+        reasons = " and ".join(word for word, holds in excluded.items() if holds)
         if position < step.sampled:
             kind = "mask-not-sampled"
             why = "it is part of a prompt, which the model did not sample, so its mask should be 0"
-        elif told:
-            kind, why = "mask-off-policy", f"its answer is {told}"
+        elif reasons:
+            kind, why = "mask-off-policy", f"its answer is {reasons}"
         else:
             kind, why = "trained-twice", "the first sequence with this token trains it"
         yield Finding(kind, why, token=position, count=1)
@@ -251,8 +255,8 @@ def _logprobs(sequence: TokenSequence, row: TrainingRow, mask: Any) -> Iterator[
         why = f"the logprobs from here are those of the token {where} each: shifted by one"
         yield Finding("logprobs-shifted", why, **stretch(different))
         return
-    told = counted(len(different), "logprob")
-    why = f"{told} not as in the trajectory: {given[first]:g} instead of {expected[first]:g}"
+    difference = counted(len(different), "logprob")
+    why = f"{difference} not as in the trajectory: {given[first]:g} instead of {expected[first]:g}"
     yield Finding("logprobs", why, **stretch(different))
 
 
@@ -269,7 +273,7 @@ def shifted(given: Any, known: Any, positions: Any) -> str | None:
 
 
 def _versions(sequence: TokenSequence, row: TrainingRow, want: TrainingRow, mask: Any) -> Iterator[Finding]:
-    told: set[str] = set()
+    reported: set[str] = set()
     for position in np.flatnonzero((sequence.mask > 0) & (mask > 0)).tolist():
         given, wanted = row.versions[position], want.versions[position]
         if given == wanted:
@@ -280,8 +284,8 @@ def _versions(sequence: TokenSequence, row: TrainingRow, want: TrainingRow, mask
         kind = "version-falls" if is_falling else "version"
         if given is None:
             kind = "version-missing"
-        if kind not in told:
-            told.add(kind)
+        if kind not in reported:
+            reported.add(kind)
             yield Finding(kind, f"its version is {given!r}, and the trajectory's {wanted!r}", token=position, count=1)
 
 
@@ -289,32 +293,32 @@ def _versions(sequence: TokenSequence, row: TrainingRow, want: TrainingRow, mask
 
 
 def _trainer(group: Group, sequence: TokenSequence, row: TrainingRow, mask: Any) -> Iterator[Finding]:
-    own, known = np.asarray(row.trainer_logprobs), sequence.column("logprobs")
+    trainer_logprobs, known = np.asarray(row.trainer_logprobs), sequence.column("logprobs")
     trained = np.flatnonzero((mask > 0) & (sequence.mask > 0) & ~np.isnan(known))
-    if len(trained) >= 4 and not own[trained].any() and known[trained].any():
+    if len(trained) >= 4 and not trainer_logprobs[trained].any() and known[trained].any():
         why = "the trainer's own logprobs of all trained tokens are 0, though the sampler's are not"
         yield Finding("logprobs", why, **stretch(trained))
         return
     # What older weights sampled may differ by any amount.
-    newest = max((one.episode_version or 0 for one in group.batch or ()), default=0)
+    newest = max((row.episode_version or 0 for row in group.batch or ()), default=0)
     is_old = np.asarray([(version_number(version) or 0) < newest for version in row.versions])
     for step in sequence.steps:
         inside = trained[(trained >= step.sampled) & (trained < step.stop) & ~is_old[trained]]
-        yield from _distance(own, known, inside)
-    bad = np.flatnonzero((sequence.mask > 0) & (~np.isfinite(own) | (own > 1e-3)))
+        yield from _distance(trainer_logprobs, known, inside)
+    bad = np.flatnonzero((sequence.mask > 0) & (~np.isfinite(trainer_logprobs) | (trainer_logprobs > 1e-3)))
     if len(bad):
-        why = f"the trainer's own logprob {own[bad[0]]:g} is not the logarithm of a probability"
+        why = f"the trainer's own logprob {trainer_logprobs[bad[0]]:g} is not the logarithm of a probability"
         yield Finding("logprobs", why, **stretch(bad[:1]))
 
 
-def _distance(own: Any, known: Any, trained: Any) -> Iterator[Finding]:
+def _distance(trainer_logprobs: Any, known: Any, trained: Any) -> Iterator[Finding]:
     """Compare the trainer's logprobs of an answer with the sampler's."""
-    apart = float(np.abs(own[trained] - known[trained]).mean()) if len(trained) >= 4 else 0.0
+    apart = float(np.abs(trainer_logprobs[trained] - known[trained]).mean()) if len(trained) >= 4 else 0.0
     if not apart > FAR:
         return
     for step, where in ((-1, "before"), (1, "after")):
         inside = trained[np.isin(trained + step, trained)]
-        if len(inside) >= 3 and np.abs(own[inside] - known[inside + step]).mean() < 0.2 * apart:
+        if len(inside) >= 3 and np.abs(trainer_logprobs[inside] - known[inside + step]).mean() < 0.2 * apart:
             why = f"the trainer's own logprobs fit the token {where} each: they are shifted by one"
             yield Finding("logprobs-shifted", why, **stretch(trained))
             return

@@ -46,8 +46,8 @@ def _tokens(turn: Turn, pieces: Mapping[int, bytes], group: Group) -> Iterator[F
             yield Finding("id-text", why, token=unknown, count=1)
         elif not _same(text, turn.text):
             at = first_other(ids, pieces, turn.text)
-            told = f"{_around(text, turn.text)!r}, but the text that was sampled is {_around(turn.text, text)!r}"
-            yield Finding("id-text", f"the text of the ids is {told}", token=at, count=1)
+            difference = f"{_around(text, turn.text)!r}, but the text that was sampled is {_around(turn.text, text)!r}"
+            yield Finding("id-text", f"the text of the ids is {difference}", token=at, count=1)
     if group.encoder is None:
         return
     known = group.encoder.pieces(token_id for token_id in set(ids) if token_id < len(group.encoder.tokenizer))
@@ -202,8 +202,8 @@ def _ends(episode: Inspected) -> Iterator[Finding]:
     finish = None if last.generation is None else last.generation.finish_type
     is_aborted = finish == "abort" or last.status is TurnStatus.CUT
     if end.outcome == "task_complete" and (is_aborted or finish == "length"):
-        told = "was aborted" if is_aborted else "was cut off at its length"
-        why = f"the task counts as complete, but its last answer {told}"
+        ending = "was aborted" if is_aborted else "was cut off at its length"
+        why = f"the task counts as complete, but its last answer {ending}"
         yield Finding("cut-complete", why, turn=last.index)
     has_no_answer = last.status is TurnStatus.FAILED
     if has_no_answer and end.reward is not None and last.failure_outcome is TerminationReason.INFRASTRUCTURE_ERROR:

@@ -68,11 +68,11 @@ def check_repeated(group: Group) -> Iterator[Finding]:
     samples: set[Hashable] = set()
     trajectories: set[str] = set()
     for episode in group.episodes:
-        own = [*map(sample_of, episode.turns)]
-        copies = len([*takewhile(samples.__contains__, own)])
-        samples.update(own)
+        episode_samples = [*map(sample_of, episode.turns)]
+        copies = len([*takewhile(samples.__contains__, episode_samples)])
+        samples.update(episode_samples)
         # `training_rows` trains a fork's first turns once; the masks of its rows tell where.
-        is_fork = copies < len(own) and (group.batch is not None or episode.trajectory.id in trajectories)
+        is_fork = copies < len(episode_samples) and (group.batch is not None or episode.trajectory.id in trajectories)
         trajectories.add(episode.trajectory.id)
         for turn in episode.turns[copies if is_fork else 0 :]:
             here: dict[str, Any] = {"episode": episode.id, "turn": turn.index}
@@ -111,8 +111,8 @@ def _log_chance(turn: Turn) -> float:
     return float(logprobs.sum()) - len(logprobs) * math.log(top_p)
 
 
-def _named(episode: Inspected, turn: Turn, own: Inspected) -> str:
-    return f"call {turn.index}" + ("" if episode is own else f" of episode {episode.id}")
+def _named(episode: Inspected, turn: Turn, current: Inspected) -> str:
+    return f"call {turn.index}" + ("" if episode is current else f" of episode {episode.id}")
 
 
 # --- logprobs and versions ---

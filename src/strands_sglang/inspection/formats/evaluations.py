@@ -45,11 +45,11 @@ def read_evaluation(results: Path) -> list[Group]:
     twice: set[str] = set()
     records: dict[str, tuple[Path, Mapping[str, Any]]] = {}
     for file in (results.with_name(f"{stem}.failures.jsonl"), results):
-        for own in _records(file) if file.exists() else ():
-            known_file, known = records.get(own["key"], (None, {}))
+        for saved in _records(file) if file.exists() else ():
+            known_file, known = records.get(saved["key"], (None, {}))
             if known_file == file == results and not known.get("is_errored"):  # else it was tried again
-                twice.add(own["key"])
-            records[own["key"]] = (file, own)
+                twice.add(saved["key"])
+            records[saved["key"]] = (file, saved)
     vocabulary: dict[int, bytes] = {}
     names: set[str] = set()
     for key, (file, record) in records.items():
@@ -124,10 +124,10 @@ def part_of(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the messages before the task's own as Strands messages."""
     messages = []
-    for one in part_of(record, "task_context").get("conversation_history") or []:
-        content = one.get("content") or []
+    for message in part_of(record, "task_context").get("conversation_history") or []:
+        content = message.get("content") or []
         blocks = [{"text": content}] if isinstance(content, str) else content
-        messages.append({"role": one["role"], "content": blocks})
+        messages.append({"role": message["role"], "content": blocks})
     return messages
 
 

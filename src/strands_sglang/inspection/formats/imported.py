@@ -33,11 +33,11 @@ def read_imported(path: Path) -> list[Group]:
             lost = Inspected(name or path.stem, Trajectory(), str(path), problems=[(kind, str(error))])
             group_of(groups, name, "imported", path).episodes.append(lost)
             continue
-        for one in episodes:
-            episode = inspect(one.trajectory, one.id, file=str(path))
-            outcome = None if one.outcome is None else one.outcome.value
-            episode.end = EpisodeEnd(outcome, one.reward, one.turn_rewards)
-            group_of(groups, one.group, library, path).episodes.append(episode)
+        for imported in episodes:
+            episode = inspect(imported.trajectory, imported.id, file=str(path))
+            outcome = None if imported.outcome is None else imported.outcome.value
+            episode.end = EpisodeEnd(outcome, imported.reward, imported.turn_rewards)
+            group_of(groups, imported.group, library, path).episodes.append(episode)
     return list(groups.values())
 
 
@@ -46,7 +46,9 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
     text = path.read_bytes()
     try:
         value = json.loads(text)
-        yield from ((f", entry {n}", one) for n, one in enumerate(value)) if isinstance(value, list) else [("", value)]
+        yield from (
+            ((f", entry {n}", entry) for n, entry in enumerate(value)) if isinstance(value, list) else [("", value)]
+        )
         return
     except ValueError as error:
         if path.suffix != ".jsonl":

@@ -49,13 +49,13 @@ def read_step(folder: Path) -> list[Group]:
             if files.intersection(names):
                 episode.problems.append(("structure", f"its file trajectories/{name}.safetensors is missing"))
         episode.step = folder.absolute().name
-        own = by_episode.get(name, [])
+        rows = by_episode.get(name, [])
         known: Mapping[str, Any] = batch.episodes.get(name) or {}
-        group = known.get("group", own[0][1].group if own else None)
-        for number, row in own:
+        group = known.get("group", rows[0][1].group if rows else None)
+        for number, row in rows:
             if row.group != group:
-                told = f"row {number} is of group {row.group!r}, and its episode of {group!r}"
-                episode.problems.append(("group", told))
+                problem = f"row {number} is of group {row.group!r}, and its episode of {group!r}"
+                episode.problems.append(("group", problem))
         episode.left_out = batch.left_out.get(name)
         episode.in_batch = name in batch.episodes
         if known:
@@ -67,10 +67,10 @@ def read_step(folder: Path) -> list[Group]:
             )
         else:
             episode.end = EpisodeEnd(episode.end.outcome, batch.rewards.get(name, episode.end.reward))
-        _add_rows(episode, own)
+        _add_rows(episode, rows)
         group_of(groups, group, "step", file).episodes.append(episode)
-    for one in groups.values():
-        one.vocabulary, one.batch, one.strays = vocabulary, batch, sorted(files.difference(names))
+    for step_group in groups.values():
+        step_group.vocabulary, step_group.batch, step_group.strays = vocabulary, batch, sorted(files.difference(names))
     return list(groups.values())
 
 
@@ -86,7 +86,10 @@ def _add_rows(episode: Inspected, rows: Sequence[tuple[int, TrainingRow]]) -> No
             steps = turns_of_row(row)
             episode.turns += [step.turn for step in steps]
         recorded.append(TokenSequence(steps, np.asarray(row.loss_mask, np.uint8), row, number))
-    episode.sequences = [*recorded, *(one for one in episode.derived if one.steps[-1].turn.index not in taken)]
+    episode.sequences = [
+        *recorded,
+        *(sequence for sequence in episode.derived if sequence.steps[-1].turn.index not in taken),
+    ]
     if not episode.has_trajectory:
         episode.trajectory = Trajectory.of_turns(episode.turns)
 

@@ -24,7 +24,7 @@ _TYPE_NAMES = ((bool, "boolean"), (int, "integer"), (str, "string"), (Mapping, "
 def _read_schema(
     schema: Any,
     root: Any,
-    own: Callable[[Any], _Fact | None],
+    read_part: Callable[[Any], _Fact | None],
     all_of: Callable[[Any, list[_Fact]], _Fact],
     any_of: Callable[[list[_Fact]], _Fact],
 ) -> _Fact | None:
@@ -33,14 +33,14 @@ def _read_schema(
     Args:
         schema: Schema to read.
         root: Schema that references point into.
-        own: Returns the fact that a part states directly.
+        read_part: Returns the fact that a part states directly.
         all_of: Combines the facts that all apply to a part.
         any_of: Combines the facts of alternatives.
     """
     referred: dict[str, _Fact | None] = {}
 
     def read(part: Any) -> _Fact | None:
-        alone = own(part)
+        alone = read_part(part)
         if not isinstance(part, Mapping):
             return alone
         facts = [alone]
@@ -71,7 +71,7 @@ def allowed_types(schema: Any, root: Any = None) -> frozenset[str]:
         root: Schema that references point into.
     """
 
-    def own(part: Any) -> frozenset[str] | None:
+    def read_part(part: Any) -> frozenset[str] | None:
         if not isinstance(part, Mapping):
             return frozenset() if part is False else JSON_TYPES
         listed = _constants(part)
@@ -84,7 +84,7 @@ def allowed_types(schema: Any, root: Any = None) -> frozenset[str]:
         is_optional = "default" in part and part["default"] is None and "string" not in types
         return types | {"null"} if is_optional else types
 
-    types = _read_schema(schema, root, own, all_of, lambda facts: frozenset().union(*facts))
+    types = _read_schema(schema, root, read_part, all_of, lambda facts: frozenset().union(*facts))
     if types == JSON_TYPES and isinstance(schema, Mapping) and any(key in schema for key in _OF_STRINGS):
         return frozenset({"string"})  # no type, but keywords of strings
     # A schema that allows nothing, or only types of another vocabulary, restricts nothing.
@@ -106,15 +106,15 @@ def type_name(value: Any) -> str:
     return next((name for kind, name in _TYPE_NAMES if isinstance(value, kind)), "array")
 
 
-def same_json(one: Any, other: Any) -> bool:
+def same_json(first: Any, second: Any) -> bool:
     """Return whether two values are equal in JSON Schema: `1` equals `1.0`, and neither equals `true`."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same_json, one, other))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_json(value, other[key]) for key, value in one.items())
-    return bool(one == other)
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(same_json, first, second))
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(same_json(value, second[key]) for key, value in first.items())
+    return bool(first == second)
 
 
 def listed_values(schema: Any, root: Any = None) -> list[Any]:
@@ -123,10 +123,10 @@ def listed_values(schema: Any, root: Any = None) -> list[Any]:
     def merge(facts: list[list[Any]]) -> list[Any]:
         return list({id(value): value for value in chain.from_iterable(facts)}.values())
 
-    def own(part: Any) -> list[Any]:
+    def read_part(part: Any) -> list[Any]:
         return list((_constants(part) if isinstance(part, Mapping) else None) or ())
 
-    return _read_schema(schema, root, own, lambda _, facts: merge(facts), merge) or []
+    return _read_schema(schema, root, read_part, lambda _, facts: merge(facts), merge) or []
 
 
 def _constants(schema: Mapping[str, Any]) -> Sequence[Any] | None:
@@ -147,7 +147,7 @@ def property_schema(schema: Any, name: str, root: Any = None, *, declared: bool 
         declared: Whether to ignore everything but a declaration by name.
     """
 
-    def own(part: Mapping[str, Any]) -> list[Any]:
+    def read_part(part: Mapping[str, Any]) -> list[Any]:
         properties, others = _mapped(part, "properties"), part.get("additionalProperties")
         found = [properties[name]] if name in properties else []
         if declared:
@@ -155,22 +155,22 @@ def property_schema(schema: Any, name: str, root: Any = None, *, declared: bool 
         found += [inner for pattern, inner in _mapped(part, "patternProperties").items() if _matches(pattern, name)]
         return found or ([others] if isinstance(others, Mapping) else [])
 
-    return _inner_schema(schema, root, own)
+    return _inner_schema(schema, root, read_part)
 
 
 def item_schema(schema: Any, index: int, root: Any = None) -> Any:
     """Return the schema of a list item; None if the list's schema does not describe it."""
 
-    def own(part: Mapping[str, Any]) -> list[Any]:
+    def read_part(part: Mapping[str, Any]) -> list[Any]:
         first, others = _listed(part, "items") or _listed(part, "prefixItems"), part.get("items")
         if isinstance(others, (list, tuple)):
             others = part.get("additionalItems")
         return first[index : index + 1] or ([others] if isinstance(others, Mapping) else [])
 
-    return _inner_schema(schema, root, own)
+    return _inner_schema(schema, root, read_part)
 
 
-def _inner_schema(schema: Any, root: Any, own: Callable[[Mapping[str, Any]], list[Any]]) -> Any:
+def _inner_schema(schema: Any, root: Any, read_part: Callable[[Mapping[str, Any]], list[Any]]) -> Any:
     """Return the schema of an inner value, joined from all parts of a schema that describe it."""
 
     def all_of(facts: list[Any]) -> Any:
@@ -179,7 +179,7 @@ def _inner_schema(schema: Any, root: Any, own: Callable[[Mapping[str, Any]], lis
     return _read_schema(
         schema,
         root,
-        lambda part: all_of(own(part)) if isinstance(part, Mapping) else None,
+        lambda part: all_of(read_part(part)) if isinstance(part, Mapping) else None,
         lambda _, facts: all_of(facts),
         lambda facts: {"anyOf": facts},
     )

@@ -395,8 +395,8 @@ class Rollout:
 
     def non_generation_s(self) -> float:
         """Return the seconds not spent on generation, over all runs; each parallel request counts."""
-        own = time.monotonic() - self.began - sum(turn.requests_s for turn in self.asked)
-        return max(own, 0.0) + self.previous.non_generation_s
+        elapsed = time.monotonic() - self.began - sum(turn.requests_s for turn in self.asked)
+        return max(elapsed, 0.0) + self.previous.non_generation_s
 
     # --- requests ---
 
@@ -494,8 +494,8 @@ class Rollout:
         agent.hooks.add_hook(self.limiter)
         agent.hooks.add_hook(model.hooks)  # the trajectory records what happens to each answer
         if system is not None:
-            own = agent.system_prompt
-            agent.system_prompt = f"{own}\n\n{system}" if own else system
+            prompt = agent.system_prompt
+            agent.system_prompt = f"{prompt}\n\n{system}" if prompt else system
         if self.previous.messages:
             asked = None  # the agent continues where the aborted one stopped
             agent.messages[:] = copy.deepcopy(self.previous.messages)

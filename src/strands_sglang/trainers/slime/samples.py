@@ -79,8 +79,8 @@ def context_limit(args: Any, *, evaluation: bool = False) -> int | None:
         args: Parsed arguments of slime.
         evaluation: Whether the sample is for evaluation only.
     """
-    own = getattr(args, "eval_max_context_len", None) if evaluation else None
-    limits = [own or getattr(args, "rollout_max_context_len", None)]
+    eval_limit = getattr(args, "eval_max_context_len", None) if evaluation else None
+    limits = [eval_limit or getattr(args, "rollout_max_context_len", None)]
     if not evaluation and getattr(args, "use_dynamic_batch_size", False) and getattr(args, "max_tokens_per_gpu", None):
         limits.append(args.max_tokens_per_gpu * (getattr(args, "context_parallel_size", None) or 1))
     return min((int(limit) for limit in limits if limit), default=None)
@@ -95,8 +95,8 @@ def normalizes_by_group(args: Any) -> bool:
 
 def reward_key(args: Any, *, evaluation: bool = False) -> str | None:
     """Return the key under which slime reads a sample's reward; None if the reward is a number."""
-    own = getattr(args, "eval_reward_key", None) if evaluation else None
-    return own or getattr(args, "reward_key", None)
+    eval_key = getattr(args, "eval_reward_key", None) if evaluation else None
+    return eval_key or getattr(args, "reward_key", None)
 
 
 def as_reward(args: Any, value: float, *, evaluation: bool = False, category: str = "failed") -> Any:
@@ -154,7 +154,7 @@ def _facts(sample: Any) -> Mapping[str, Any]:
 def rollout_of(sample: Any) -> Any:
     """Return what the samples of one rollout share: `rollout_id`, or `index` as in slime; unique without either."""
     known = (getattr(sample, name, None) for name in ("rollout_id", "index"))
-    return next((one for one in known if one is not None), ("lone", id(sample)))
+    return next((identity for identity in known if identity is not None), ("lone", id(sample)))
 
 
 class RolloutSamples(list[Any]):
@@ -296,15 +296,15 @@ def to_slime_samples(
         problems = rows.problems if rows is not None else []
         for problem in problems:
             logger.warning("sample=<%s> | tokens are not trained: %s", getattr(sample, "index", None), problem)
-        own = {**facts, "is_main": branch is main, **({"problems": problems} if problems else {})}
-        target.metadata = {**(target.metadata or {}), METADATA_KEY: own}
+        entry = {**facts, "is_main": branch is main, **({"problems": problems} if problems else {})}
+        target.metadata = {**(target.metadata or {}), METADATA_KEY: entry}
         samples.append(target)
     if not fan_out:
         return samples[0]
     rollout = rollout_of(sample)  # slime rejects lists without a number; a new one is above every index
     rollout_id = uuid.uuid4().int >> 65 if isinstance(rollout, tuple) else int(rollout)
-    for one in samples:
-        one.rollout_id = rollout_id
+    for converted in samples:
+        converted.rollout_id = rollout_id
     return RolloutSamples(samples)
 
 
@@ -361,8 +361,8 @@ class _Export:
                 "reward=<%r> | a reward is not a finite number, or exceeds 1e18; its sample is removed", reward
             )
             return self.failed(status)
-        own = copy.deepcopy(reward) if reward is None or isinstance(reward, Mapping) else float(reward)
-        return _Verdict(status, own, False)
+        value = copy.deepcopy(reward) if reward is None or isinstance(reward, Mapping) else float(reward)
+        return _Verdict(status, value, False)
 
     def _is_finite(self, reward: Any) -> bool:
         if not isinstance(reward, Mapping) or reward_key(self.args, evaluation=self.evaluation):
@@ -415,8 +415,13 @@ class _Export:
             if getattr(sample, name, None) is not None:
                 fresh = type(getattr(sample, name))()
                 for generation in generations if counts else []:
-                    own = {"cached_tokens": generation.cached_tokens, "prompt_tokens": generation.prompt_tokens}
-                    fresh.add({**generation.meta_info, **own, "completion_tokens": generation.completion_tokens})
+                    token_counts = {
+                        "cached_tokens": generation.cached_tokens,
+                        "prompt_tokens": generation.prompt_tokens,
+                    }
+                    fresh.add(
+                        {**generation.meta_info, **token_counts, "completion_tokens": generation.completion_tokens}
+                    )
                 setattr(sample, name, fresh)
 
 
