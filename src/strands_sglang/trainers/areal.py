@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any
 
 from ..credit import Episode, Reduction, TrainingRow, TrainingRows, per_batch, training_rows, version_number
+from ..protocol.generation import VersionSpan
 from .records import log_left_out, refuse_images, run_together
 
 LOSSES: Mapping[str, Reduction] = {"areal": per_batch}
@@ -83,7 +85,8 @@ def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
     Args:
         group_size: Episodes per row of the dataset.
         **credit: Arguments of [`training_rows`][strands_sglang.credit.training_rows], such as `baseline`, `max_tokens`
-            and `max_staleness`; the version is the engine's.
+            and `max_staleness`; the version is the engine's. AReaL does not tell SGLang the version of the weights that
+            it pushes, so tokens have the one that the engine had when their episode began.
 
     Returns:
         A decorator that returns an instance of AReaL's `RolloutWorkflow`. Episodes that cannot be trained are logged
@@ -101,6 +104,7 @@ def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
             async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
                 version = engine.get_version()
                 episodes = await run_together(run_episode(engine, data) for _ in range(group_size))
+                _name_versions(episodes, version)
                 is_limited = credit.get("max_staleness") is not None
                 staleness = {"version": engine.get_version()} if is_limited else {}
                 rows = training_rows(
@@ -117,6 +121,15 @@ def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
         return StrandsWorkflow()
 
     return decorate
+
+
+def _name_versions(episodes: list[Episode], version: int) -> None:
+    """Record which weights sampled where the server names none, or the ones that it started with."""
+    for turn in chain.from_iterable(episode.trajectory.turns for episode in episodes):
+        own = turn.generation
+        if own is not None and own.weight_version in (None, "default"):
+            spans = (VersionSpan(str(version), 0, len(own.output_ids)),)
+            turn.generation = replace(own, weight_version=str(version), weight_versions=spans)
 
 
 def to_batch(rows: TrainingRows, version: int = 0) -> dict[str, Any] | None:
@@ -144,7 +157,7 @@ def to_batch(rows: TrainingRows, version: int = 0) -> dict[str, Any] | None:
     def version_of(name: str | None, mask: int) -> int:
         """Return the version that sampled a token; -1 if the token is not trained, as in AReaL."""
         number = version_number(name) if mask else -1
-        return version if number is None else number
+        return version if number is None or name == "default" else number
 
     ends = [len(row) - row.loss_mask[::-1].index(1) for row in rows]
     columns: dict[str, tuple[Callable[[TrainingRow], list[Any]], Any, float]] = {

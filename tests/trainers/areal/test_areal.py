@@ -11,6 +11,7 @@ import pytest
 import torch
 from areal.api.cli_args import GenerationHyperparameters, NormConfig, PPOActorConfig, RejectionSamplingConfig
 from areal.api.workflow_api import RolloutWorkflow
+from areal.engine.sglang_remote import SGLangBackend
 from areal.infra.workflow_executor import check_trajectory_format
 from areal.trainer.ppo.actor import PPOActor, grpo_loss_fn
 from areal.utils import stats_tracker
@@ -207,8 +208,24 @@ def test_versions_are_integers_and_stale_episodes_left_out(reference):
     assert len(batch_of(sampled_by("3", "4", "5", "5"), max_staleness=None)["input_ids"]) == 8
     assert sorted(set(batch["versions"].flatten().tolist())) == [-1, 4, 5]
     assert (batch["versions"] >= 0).equal(batch["loss_mask"].bool())
-    batch = batch_of(sampled_by("default", "3", "3", "odd"))  # SGLang's name before any update; the engine's version
-    assert sorted(set(batch["versions"].flatten().tolist())) == [-1, 0, 3, 5]
+    batch = batch_of(sampled_by("4", "3", "3", "odd"))  # the engine's version
+    assert sorted(set(batch["versions"].flatten().tolist())) == [-1, 3, 4, 5]
+
+
+def test_a_push_names_no_version_so_tokens_have_the_engines(reference):
+    meta = SimpleNamespace(use_lora=False, nccl_group_name="g", path="p")
+    pushes = [
+        SGLangBackend().build_distributed_weight_update_requests(meta, []),
+        SGLangBackend().build_disk_weight_update_requests(meta),
+    ]
+    payloads = [request.payload for push in pushes for request in push.requests]
+    assert payloads and not any("weight_version" in payload for payload in payloads)
+    made = [paper.sampled_by(episode, "default") for episode in paper.episodes(reference)]
+    direct = adapter.to_batch(training_rows(made), 5)
+    batch = batch_of(made, max_staleness=1)
+    for one in (direct, batch):
+        assert sorted(set(one["versions"].flatten().tolist())) == [-1, 5]
+        assert len(one["input_ids"]) == 8
 
 
 # What docs/guides/areal.md says, in a process of its own: the settings are checked, AReaL's engine for a server that
