@@ -58,7 +58,7 @@ def turn_records(episode: Episode, max_tokens: int | None = None) -> list[dict[s
     Raises:
         ValueError: The episode has images, which a trace cannot hold.
     """
-    reason = left_out_reason(episode, max_tokens)
+    reason = left_out_reason(episode, max_tokens, is_scored_later=True)
     shown = trained_turns(episode.trajectory)
     ids = {turn.index for turn, _ in shown}
     records: list[dict[str, Any]] = []

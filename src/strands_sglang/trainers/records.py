@@ -59,9 +59,9 @@ def log_left_out(rows: TrainingRows) -> None:
         logger.warning("episode=<%s> | left out of training: %s", name, reason)
 
 
-def left_out_reason(episode: Episode, max_tokens: int | None) -> str | None:
-    """Return why an episode cannot be trained, in words, and log it; None if it can. Its reward may come later."""
-    scored = episode if episode.reward is not None else replace(episode, reward=0.0)
+def left_out_reason(episode: Episode, max_tokens: int | None, *, is_scored_later: bool = False) -> str | None:
+    """Return why an episode cannot be trained, in words, and log it; None if it can."""
+    scored = replace(episode, reward=0.0) if is_scored_later and episode.reward is None else episode
     rows = training_rows([scored], baseline=None, max_tokens=max_tokens)
     log_left_out(rows)
     return next(map(str, rows.left_out.values()), None)

@@ -39,7 +39,7 @@ def to_episode(
     """Return an episode in the form of verifiers, with one trace.
 
     An episode that cannot be trained has mask False everywhere and `agent.trainable` False; its trace has an error that
-    says why, and the log does, too.
+    says why, and the log does, too. So has one without a reward, which verifiers would count as 0.
 
     Args:
         episode: The episode.

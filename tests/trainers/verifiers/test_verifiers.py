@@ -153,6 +153,7 @@ def test_what_cannot_be_trained_is_marked(episodes, caplog):
     for episode, options, reason in (
         (failed, {}, "the outcome infrastructure_error has no reward"),
         (replace(episodes[0], reward=float("nan")), {}, "a reward is not finite"),
+        (replace(episodes[0], reward=None), {}, "no reward"),
         (episodes[0], {"max_tokens": 55}, "longer than max_tokens=55"),
         (Episode(recorder.trajectory, 1.0, "g"), {}, "a trained token has no logprob"),
         (Episode(Recorder().trajectory, 1.0, "g"), {}, "no trained token"),
