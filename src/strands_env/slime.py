@@ -60,6 +60,8 @@ def make_generate(
 def action_of(sample: Any) -> Action:
     """Convert a sample to a task: its prompt, its label as the ground truth, and its metadata as additional fields.
 
+    Without a label, the metadata may have the ground truth.
+
     Args:
         sample: slime's sample.
 
@@ -67,8 +69,10 @@ def action_of(sample: Any) -> Action:
         ValueError: The metadata do not fit `TaskContext`; names the sample, the field and its value.
     """
     metadata = {str(name): value for name, value in (sample.metadata or {}).items() if name != "strands_sglang"}
+    if sample.label is not None:
+        metadata["ground_truth"] = sample.label
     try:
-        context = TaskContext(**{**metadata, "id": sample.index, "ground_truth": sample.label})
+        context = TaskContext(**{**metadata, "id": sample.index})
     except ValidationError as error:
         fields = "; ".join(f"{part['loc'][0]!r}: {part['msg']}, not {part['input']!r:.80}" for part in error.errors())
         raise ValueError(f"the metadata of sample {sample.index} do not fit TaskContext: {fields}") from error

@@ -2046,6 +2046,8 @@ def test_task_of_a_sample_has_its_label_and_metadata():
         message=QUESTION, task_context=TaskContext(id=7, ground_truth="425", level=3)
     )
     assert slime.action_of(SimpleNamespace(**{**vars(sample), "metadata": None})).message == ASK.message
+    unlabeled = SimpleNamespace(prompt=QUESTION, label=None, index=7, metadata={"ground_truth": "425"})
+    assert slime.action_of(unlabeled).task_context.ground_truth == "425"
 
 
 def test_episode_function_excludes_agent_settings():
