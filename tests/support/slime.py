@@ -547,7 +547,10 @@ def check_against_server(
             continue  # a fault was scripted
         if "output_ids" not in body:
             continue
-        logprobs = [entry[0] for entry in body["meta_info"].get("output_token_logprobs") or ()]
+        meta = body["meta_info"]
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+        if samples[0].rollout_top_p_token_ids is not None:  # then training renormalizes over the kept ids
+            logprobs = meta.get("output_token_sampling_logprobs") or logprobs
         answered.append((request.input_ids, body["output_ids"], logprobs))
     trained = set()
     for sample in samples:

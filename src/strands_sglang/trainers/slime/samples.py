@@ -493,7 +493,10 @@ def rows_of(
         begins = stop + part.prompt_tokens
         stop = begins + part.sampled_tokens
         spans.append(SampledSpan(turn, begins, stop))
-    start, mask = spans[0].start, row.loss_mask
+    start, mask, known = spans[0].start, row.loss_mask, row.logprobs
+    if replay.top_p:  # those among the kept ids, as training computes them; slime's SGLang returns no others
+        exact = zip(sequence.sampling_logprobs, known, strict=True)
+        known = [logprob if among_kept is None else among_kept for among_kept, logprob in exact]
     problems: list[str] = []
     for span in spans:
         if span.turn.status is TurnStatus.DISCARDED or (span.turn.status is TurnStatus.CUT and not keep_cut):
@@ -507,7 +510,7 @@ def rows_of(
                 "SGLangModel at True, its default"
             )
         trained = compress(range(span.start, span.stop), mask[span.start : span.stop])
-        unknown = [place for place in trained if not math.isfinite(row.logprobs[place])]
+        unknown = [place for place in trained if not math.isfinite(known[place])]
         for place in unknown:
             mask[place] = 0
         if unknown:
@@ -528,7 +531,7 @@ def rows_of(
                     "--enable-return-routed-experts"
                 )
             problems.append("its routed experts are incomplete")
-    logprobs = [logprob if kept else 0.0 for kept, logprob in zip(mask, row.logprobs, strict=True)]
+    logprobs = [logprob if kept else 0.0 for kept, logprob in zip(mask, known, strict=True)]
     return Rows(row.token_ids, mask[start:], logprobs[start:], top_p, experts, problems)
 
 
