@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings, strategies as st
@@ -1300,6 +1301,19 @@ async def test_reward_is_computed_once_per_rollout():
 
 async def test_sync_reward_function_works():
     assert await make_reward(lambda args, one: 2)(ARGS, sample()) == 2
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), np.array([1.0]), torch.tensor(1.0), torch.tensor([True])])
+async def test_slime_can_round_a_reward_of_any_kind_of_number(value):
+    """Its metrics do, once a prompt's rewards are equal."""
+    keyed = slime_args(reward_key="score")
+    assert round(await make_reward(lambda args, one: value)(ARGS, sample()), 1) == 1.0
+    scored = {"score": value, "kind": "a"}
+    for made in (
+        await make_reward(lambda args, one: scored)(keyed, sample()),
+        export(await play([ANSWER]), args=keyed, reward=scored).reward,
+    ):
+        assert round(made["score"], 1) == 1.0 and made["kind"] == "a"
 
 
 async def test_a_sample_without_ids_that_comes_twice_is_one_rollout():

@@ -17,7 +17,15 @@ from itertools import chain
 from typing import Any
 
 from ...credit import group_advantages
-from .samples import as_reward, is_evaluation, main_sample, normalizes_by_group, rollout_of, usable_reward
+from .samples import (
+    as_reward,
+    is_evaluation,
+    main_sample,
+    normalizes_by_group,
+    plain_reward,
+    rollout_of,
+    usable_reward,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +63,7 @@ def make_reward(function: Callable[..., Any], *, failure_reward: float = 0.0) ->
             logger.warning("sample=<%s> | the reward function raised", getattr(main, "index", None), exc_info=True)
         else:
             if usable_reward(args, reward, evaluation=is_evaluation(main)) is not None:
-                return reward
+                return plain_reward(args, reward)
             logger.warning("reward=<%r> | a reward is not a finite number, or exceeds 1e18", reward)
         for sample in samples:
             sample.remove_sample = True

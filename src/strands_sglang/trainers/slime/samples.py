@@ -115,6 +115,14 @@ def as_reward(args: Any, value: float, *, evaluation: bool = False, category: st
     return {**({logged: category} if logged else {}), **dict.fromkeys(known, value)}
 
 
+def plain_reward(args: Any, reward: Any) -> Any:
+    """Return a usable reward with Python's floats: slime rounds it, which NumPy's booleans and tensors refuse."""
+    if not isinstance(reward, Mapping):
+        return as_number(reward)
+    known = {getattr(args, name, None) for name in ("reward_key", "eval_reward_key")} & reward.keys()
+    return {**copy.deepcopy(reward), **{name: as_number(reward[name]) for name in known}}
+
+
 def usable_reward(args: Any, reward: Any, *, evaluation: bool = False) -> float | None:
     """Return a reward as a number; None if it is missing, not finite, or exceeds 1e18."""
     if isinstance(reward, Mapping):
@@ -361,8 +369,7 @@ class _Export:
                 "reward=<%r> | a reward is not a finite number, or exceeds 1e18; its sample is removed", reward
             )
             return self.failed(status)
-        value = copy.deepcopy(reward) if reward is None or isinstance(reward, Mapping) else float(reward)
-        return _Verdict(status, value, False)
+        return _Verdict(status, None if reward is None else plain_reward(self.args, reward), False)
 
     def _is_finite(self, reward: Any) -> bool:
         if not isinstance(reward, Mapping) or reward_key(self.args, evaluation=self.evaluation):
