@@ -126,10 +126,10 @@ def workflow(group_size: int, **credit: Any) -> Callable[[RunEpisode], Any]:
 def _name_versions(episodes: list[Episode], version: int) -> None:
     """Record which weights sampled where the server names none, or the ones that it started with."""
     for turn in chain.from_iterable(episode.trajectory.turns for episode in episodes):
-        own = turn.generation
-        if own is not None and own.weight_version in (None, "default"):
-            spans = (VersionSpan(str(version), 0, len(own.output_ids)),)
-            turn.generation = replace(own, weight_version=str(version), weight_versions=spans)
+        generation = turn.generation
+        if generation is not None and generation.weight_version in (None, "default"):
+            spans = (VersionSpan(str(version), 0, len(generation.output_ids)),)
+            turn.generation = replace(generation, weight_version=str(version), weight_versions=spans)
 
 
 def to_batch(rows: TrainingRows, version: int = 0) -> dict[str, Any] | None:
