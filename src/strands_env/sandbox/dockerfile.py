@@ -154,6 +154,8 @@ def _check(each: Instruction) -> None:
             raise each.error(f"--{flag}={value} is not supported")
     if {"from", "chmod"} <= each.flags.keys():
         raise each.error("--chmod of another image's files is not supported")
+    if "from" in each.flags and re.search(r"[*?[]", each.text.removeprefix("[")):
+        raise each.error("patterns of another image's files are not supported: name its folder")
     if each.name == "ADD" and re.search(r"(https?|git|ssh)://|git@", each.text):
         raise each.error("addresses are not supported: fetch it with RUN")
 

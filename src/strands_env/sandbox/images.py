@@ -322,13 +322,13 @@ class _Stage:
         self.image = replace(self.image, env={**self.image.env, **pairs(each, self._variables)})
 
     async def workdir(self, each: Instruction) -> None:
-        path = os.path.join(self.image.working_dir, *each.values(self._variables))
-        self.image = replace(self.image, working_dir=os.path.normpath(path))
+        path = os.path.normpath(os.path.join(self.image.working_dir, *each.values(self._variables)))
 
-        async def make(world: World) -> None:
-            """Do nothing: a world makes its working directory."""
+        async def make(world: World) -> None:  # to have it only as working directory would make it root's
+            await world._unpack(path, self.image.user, "", _pack_empty_folder)
 
-        await self._layer(each, [], make)
+        await self._layer(each, [path], make)
+        self.image = replace(self.image, working_dir=path)
 
     async def user(self, each: Instruction) -> None:
         self.image = replace(self.image, user=each.values(self._variables)[0])
@@ -359,7 +359,7 @@ class _Stage:
 
     async def copy(self, each: Instruction) -> None:
         *sources, target = each.values(self._variables)
-        is_folder = len(sources) > 1 or target.endswith("/") or target in (".", "..")
+        is_folder = len(sources) > 1 or os.path.basename(target) in ("", ".", "..")
         target = os.path.normpath(os.path.join(self.image.working_dir, target))
         target = f"{target.rstrip('/')}/" if is_folder else target
         owner = each.flag("chown", self._variables)
@@ -416,9 +416,10 @@ class _Stage:
         found: list[Path] = []
         for pattern in patterns:
             name = os.path.normpath(pattern).lstrip("/") or "."
-            paths = sorted(context.glob(name)) if set(name) & set("*?[") else [context / name]
+            is_pattern = bool(set(name) & set("*?["))
+            paths = sorted(context.glob(name)) if is_pattern else [context / name]
             kept = [path for path in paths if not self._build.is_ignored(os.path.relpath(path, context), path.is_dir())]
-            if not kept or not all(path.exists() for path in kept):
+            if not (kept or is_pattern) or not all(path.exists() for path in kept):
                 raise each.error(f"the context has no {pattern}")
             if not all(path.resolve().is_relative_to(context) for path in kept):
                 raise each.error(f"{pattern} is outside of the context")
@@ -441,6 +442,13 @@ class _Stage:
 
 def _unchanged(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
+
+
+async def _pack_empty_folder(pipe: int) -> None:
+    member = tarfile.TarInfo(".")
+    member.type, member.mode = tarfile.DIRTYPE, 0o755
+    with os.fdopen(pipe, "wb") as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
+        archive.addfile(member)
 
 
 def _digest(path: Path, change: Change) -> str:

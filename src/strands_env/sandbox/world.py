@@ -838,7 +838,7 @@ def write_archive(source: str | os.PathLike[str], change: Change, stream: Any) -
 
     with tarfile.open(fileobj=stream, mode="w|") as archive:
         archive.members = deque(maxlen=0)  # type: ignore[attr-defined] # a million of them would fill the memory
-        archive.add(source, arcname=".", filter=changed)
+        archive.add(os.path.realpath(source), arcname=".", filter=changed)
 
 
 def _unpack(pipe: int, target: str, most: int) -> None:

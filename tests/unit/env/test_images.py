@@ -188,6 +188,19 @@ async def test_instructions_run_as_their_user(base, context):
     assert await output_of(image, "cat ~/id; id -u; stat -c %u /mine") == "1000\n1000\n1000\n"
 
 
+@pytest.mark.skipif(not IS_ROOT, reason="an ordinary user's worlds have one user")
+async def test_a_working_folder_belongs_to_the_user_who_asks_for_it(base, context):
+    made = context("FROM base\nRUN mkdir /there\nUSER agent\nWORKDIR /there\nWORKDIR /new/inner\nRUN touch file\n")
+    image = await build_on(base, made)
+    listed = await output_of(image, "pwd; stat -c '%u %a' /there /new . file")
+    assert listed == "/new/inner\n0 755\n1000 755\n1000 755\n1000 644\n"
+
+
+async def test_a_pattern_may_match_nothing_and_a_dot_names_a_folder(base, context):
+    made = context("FROM base\nCOPY a lock* /new/.\nCOPY b /other/.\nCOPY none* /\n", a="a", b="b")
+    assert await output_of(await build_on(base, made), "cat /new/a /other/b") == "ab"
+
+
 async def test_folders_links_and_arguments_are_as_in_docker(base, context):
     made = context(
         """\
@@ -287,6 +300,7 @@ async def test_builds_at_the_same_time_make_a_layer_once(base, context):
         ("FROM --platform=linux/s390x base", "--platform=linux/s390x is not supported"),
         ("RAN\nCOPY --chmod=u+x a /", r"--chmod=u\+x is not supported"),
         ("RAN\nCOPY --parents a /", "--parents=true is not supported"),
+        ("RAN\nCOPY --from=base /usr/*.so /", "patterns of another image's files are not supported"),
         ("RAN\nADD https://example.org/x /", "fetch it with RUN"),
         ("RAN\nRUN <<EOF\necho", "line 3: the here-document does not end: no line is EOF"),
         ("RAN\nRUN <<EOF\n#!/bin/cat\nEOF", "another interpreter is not supported"),
@@ -388,6 +402,17 @@ async def test_an_image_of_a_layout_has_its_files_and_settings(root, tmp_path):
     output = await output_of(image, command)
     assert output.startswith("/d\nnew\nnewlinkednow a filetwiceb=c\n2 4755\n" + ("1000" if IS_ROOT else "0"))
     assert "cannot access '/gone'" in output
+
+
+async def test_an_image_with_an_empty_list_of_hosts_knows_its_own(root, tmp_path):
+    layout = Layout(tmp_path / "layout")
+    layout.add("empty", archive_of_folder(root), archive_of(member("etc/hosts", b"")))
+    assert "127.0.0.1 localhost" in await output_of(await load_image(tmp_path / "layout"), "cat /etc/hosts")
+
+
+async def test_a_link_to_a_root_is_the_root(root, tmp_path):
+    (tmp_path / "link").symlink_to(root)
+    assert (await load_image(tmp_path / "link")).layers[0].name == (await load_image(root)).layers[0].name
 
 
 async def test_a_hostile_layer_stays_in_its_image(root, tmp_path):

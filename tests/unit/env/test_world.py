@@ -289,6 +289,15 @@ async def test_files_go_in_and_out(world, tmp_path):
     assert not (tmp_path / "back" / "link").is_symlink()  # it leads out of the copy
 
 
+async def test_a_link_to_what_goes_in_is_followed(world, tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/file").write_text("content")
+    for name, target in (("folder", "source"), ("file", "source/file")):
+        (tmp_path / name).symlink_to(target)
+        await world.put(tmp_path / name, f"/task/{name}")
+    assert (await world.execute("cat /task/folder/file /task/file")).output == "contentcontent"
+
+
 FAILURES = {
     "read /nothing": (FileNotFoundError, lambda world, path: world.read("/nothing")),
     "read a folder": (IsADirectoryError, lambda world, path: world.read("/tmp")),

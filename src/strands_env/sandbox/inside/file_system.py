@@ -94,6 +94,9 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
                 os.chmod(folder, 0o1777)
     if config["layers"][1:]:  # which may have another one
         _replace("/etc/resolv.conf", config["files"]["/etc/resolv.conf"])
+        # Builders that mount their own leave an empty one.
+        if os.path.exists("/etc/hosts") and not os.path.getsize("/etc/hosts"):
+            _replace("/etc/hosts", config["files"]["/etc/hosts"])
     return upper
 
 
