@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from .dockerfile import ARCHITECTURE, IGNORED, Instruction, ignores, json_list, pairs, read_dockerfile, words
 from .inside.file_system import PATH
-from .layers import Layer, image_layer, keep, new_layer
+from .layers import Layer, folder, image_layer, keep, new_layer
 from .world import (
     WORLD_LIMITS,
     Change,
@@ -47,6 +47,7 @@ IMAGE_LIMITS = replace(WORLD_LIMITS, wall_s=3_600.0, disk_bytes=32 << 30, output
 
 SHOWN_BYTES = 2_000  # of a failed program's output
 WAIT_S = 0.05
+_PULLED: dict[str, Image] = {}
 
 
 class Source(Protocol):
@@ -117,6 +118,15 @@ async def pull_image(
         finally:
             await registry.close()
             await in_thread(downloads.discard)
+
+
+async def pulled_image(reference: str, *, limits: SandboxLimits = IMAGE_LIMITS) -> Image:
+    """Return an image that this process has pulled, or pull it: registries limit how often each episode may ask."""
+    async with _alone(image_layer(reference)):
+        image = _PULLED.get(reference)
+        if image is None or not all((folder() / layer.name).exists() for layer in image.layers):
+            image = _PULLED[reference] = await pull_image(reference, limits=limits)
+        return image
 
 
 class _Layout:
@@ -297,7 +307,7 @@ class _Build:
         if name == "scratch":
             return Image()
         if name not in self._images:
-            self._images[name] = await pull_image(name, limits=self.limits)
+            self._images[name] = await pulled_image(name, limits=self.limits)
         return self._images[name]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -503,6 +504,15 @@ async def test_a_dockerfile_pulls_its_base(layout, context):
         made = context(f"FROM 127.0.0.1:{registry.port}/team/app:1\nRUN echo built > /built\n")
         image = await build_image(made, network="none")
     assert await output_of(image, "cat /name /built") == "pulledbuilt\n"
+
+
+async def test_a_registry_is_asked_for_a_base_once(layout, context, folder):
+    with Registry(layout) as registry:
+        made = context(f"FROM 127.0.0.1:{registry.port}/team/app:1\n")
+        await asyncio.gather(*(build_image(made) for _ in range(3)))
+        assert sum("/manifests/" in path for path in registry.asked) == 2  # the first one finds out how to authorize
+        shutil.rmtree(folder)
+        assert await output_of(await build_image(made), "cat /name") == "pulled"
 
 
 @pytest.mark.parametrize("fault", ["unavailable", "cut", "changed"])
