@@ -24,8 +24,8 @@ from ..sandbox import (
     World,
     build_image,
     load_image,
-    pull_image,
 )
+from ..sandbox.images import pulled_image
 
 OUTPUT_BYTES = 16 << 20  # of a command
 
@@ -123,7 +123,7 @@ class WorldEnvironment(BaseEnvironment):
         if name is not None and name in self._folders:
             return await load_image(self._folders[name])
         if name is not None:
-            return await pull_image(name)
+            return await pulled_image(name)
         images = {each: await load_image(folder) for each, folder in self._folders.items()}
         network: Network = "public" if shutil.which("slirp4netns") else "none"
         limits = replace(IMAGE_LIMITS, wall_s=self.task_env_config.build_timeout_sec)
