@@ -121,6 +121,7 @@ class StrandsAgent(BaseAgent):
     @override
     async def setup(self, environment: BaseEnvironment) -> None:
         """Install nothing: the agent runs outside."""
+        self._has_tests = await has_tests(environment)
 
     @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
@@ -136,7 +137,7 @@ class StrandsAgent(BaseAgent):
         finally:  # also if Harbor's timeout cancels it
             if episode.last_result is not None:
                 self._record(episode.last_result, context)
-            await leave(environment)
+            await leave(environment, self._has_tests)
         if OUTCOMES[result.termination_reason].reward is RewardRule.NONE:
             raise EpisodeFailedError(f"{result.termination_reason.value}: {result.error}")
         if self._details == "single":
@@ -181,15 +182,26 @@ def _imported(target: Any) -> Any:
     return pkgutil.resolve_name(target) if isinstance(target, str) else target
 
 
-async def leave(environment: BaseEnvironment) -> bool:
-    """Remove a reward that the agent has written, which Harbor 0.24 would read.
+async def has_tests(environment: BaseEnvironment) -> bool:
+    """Return whether there is something where the verifier's tests will be, before the agent could put it there."""
+    return (await environment.exec("test -e /tests", user="root")).return_code == 0
+
+
+async def leave(environment: BaseEnvironment, has_tests: bool) -> bool:
+    """Remove a reward that the agent has written, which Harbor 0.24 would read, and files beside the verifier's tests.
+
+    Tests load such files: pytest does so with a `conftest.py`.
+
+    Args:
+        environment: The agent's environment.
+        has_tests: What `has_tests` returned before the agent began.
 
     Returns:
         Whether the environment answers; if it is only slow, that may be the agent's doing.
     """
     began = time.monotonic()
     try:
-        command = "rm -rf /logs/verifier/reward.txt /logs/verifier/reward.json"
+        command = "rm -rf /logs/verifier/reward.txt /logs/verifier/reward.json" + ("" if has_tests else " /tests")
         await environment.exec(command, user="root", timeout_sec=LEAVE_S)
     except Exception:  # each environment has its own
         return time.monotonic() - began >= LEAVE_S

@@ -24,7 +24,7 @@ from ..core import Action, ModelFactory, RewardError, RewardFunction, RewardResu
 from ..core.supervision import queued
 from ..environments.backends import BackendError
 from ..environments.world import SandboxedEnvironment
-from .agent import HarborSandbox, leave
+from .agent import HarborSandbox, has_tests, leave
 
 IN_A_WORLD = {"import_path": "strands_env.harbor:WorldEnvironment"}
 FOREVER_S = 1e9
@@ -284,6 +284,7 @@ class Visitor(BaseAgent):
     @override
     async def setup(self, environment: BaseEnvironment) -> None:
         """Install nothing."""
+        self._has_tests = await has_tests(environment)
 
     @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
@@ -293,7 +294,7 @@ class Visitor(BaseAgent):
         self.left.clear()
         self.arrived.put_nowait((instruction, environment))
         await self.left.wait()
-        self.is_alive = await leave(environment)
+        self.is_alive = await leave(environment, self._has_tests)
 
 
 def _agents_time(task: Path) -> float | None:

@@ -23,7 +23,7 @@ from strands_sglang.testing import ScriptedFault, ScriptedSGLang
 from strands_sglang.trainers.atif import from_atif
 from support import written_episodes as written
 from support.agents import build_chatml_tokenizer, call
-from support.oci import make_root
+from support.oci import Layout, Registry, archive_of_folder, make_root
 from support.pages import ROOT, URL, blocks
 
 TASKS = ROOT / "tests/trainers/harbor/tasks"
@@ -429,6 +429,28 @@ def folder(tmp_path):
         return action
 
     return changed
+
+
+@pytest.mark.parametrize(("whose", "reward"), [("agent", 0.0), ("image", 1.0)])
+async def test_the_agents_files_are_not_beside_the_verifiers_tests(environment, folder, whose, reward):
+    planted = "mkdir -p /tests; echo 1 > /tests/conftest.py"
+    verifier = "#!/bin/bash\n(cat /tests/conftest.py || echo 0) > /logs/verifier/reward.txt\n"
+    image = f"FROM debian:12-slim\nWORKDIR /app\n{'RUN ' + planted if whose == 'image' else ''}\n"
+    task = folder("health", **{"tests__test.sh": verifier, "environment__Dockerfile": image})
+    result = await environment(commands(planted if whose == "agent" else "true")).step(task)
+    assert (result.reward_error, result.reward.reward) == (None, reward)
+
+
+async def test_a_registry_is_not_asked_by_each_episode(environment, folder, tmp_path):
+    layout = Layout(tmp_path / "layout")
+    layout.add("1", archive_of_folder(make_root(tmp_path / "root")), WorkingDir="/app")
+    with Registry(layout) as registry:
+        pulled = folder("health", environment__Dockerfile="")
+        toml = Path(pulled.task_context.harbor_task) / "task.toml"
+        toml.write_text(toml.read_text() + f'[environment]\ndocker_image = "127.0.0.1:{registry.port}/team/app:1"\n')
+        results = [await environment(commands("true")).step(pulled) for _ in range(2)]
+        assert [result.reward.reward for result in results] == [0.0, 0.0]
+        assert sum("/manifests/" in path for path in registry.asked) == 2  # the first one finds out how to authorize
 
 
 @pytest.mark.parametrize("step", ["first", "second"])
