@@ -121,7 +121,6 @@ class StrandsAgent(BaseAgent):
     @override
     async def setup(self, environment: BaseEnvironment) -> None:
         """Install nothing: the agent runs outside."""
-        self._has_tests = await has_tests(environment)
 
     @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
@@ -130,6 +129,7 @@ class StrandsAgent(BaseAgent):
         Raises:
             EpisodeFailedError: It has no reward, or several sequences where one is wanted.
         """
+        are_there = await has_tests(environment)
         sandbox = HarborSandbox(environment)
         episode: Environment = self._environment(self._model_factory, sandbox=sandbox, **self._options)
         try:
@@ -137,7 +137,7 @@ class StrandsAgent(BaseAgent):
         finally:  # also if Harbor's timeout cancels it
             if episode.last_result is not None:
                 self._record(episode.last_result, context)
-            await leave(environment, self._has_tests)
+            await leave(environment, are_there)
         if OUTCOMES[result.termination_reason].reward is RewardRule.NONE:
             raise EpisodeFailedError(f"{result.termination_reason.value}: {result.error}")
         if self._details == "single":
@@ -184,7 +184,11 @@ def _imported(target: Any) -> Any:
 
 async def has_tests(environment: BaseEnvironment) -> bool:
     """Return whether there is something where the verifier's tests will be, before the agent could put it there."""
-    return (await environment.exec("test -e /tests", user="root")).return_code == 0
+    try:
+        ran = await environment.exec('test -n "$(ls -A /tests)"', user="root", timeout_sec=LEAVE_S)
+    except Exception:  # an agent may have caused it in an earlier step
+        return False
+    return ran.return_code == 0
 
 
 async def leave(environment: BaseEnvironment, has_tests: bool) -> bool:

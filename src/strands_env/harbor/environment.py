@@ -28,7 +28,7 @@ from .agent import HarborSandbox, has_tests, leave
 
 IN_A_WORLD = {"import_path": "strands_env.harbor:WorldEnvironment"}
 FOREVER_S = 1e9
-NOT_STARTED = {"SandboxBuildFailedError", "EnvironmentStartTimeoutError", "HealthcheckError"}
+NOT_STARTED = {"SandboxBuildFailedError", "EnvironmentStartTimeoutError"}  # an environment of the verifier
 
 
 def harbor_tasks(folder: str | Path) -> list[Action]:
@@ -284,17 +284,17 @@ class Visitor(BaseAgent):
     @override
     async def setup(self, environment: BaseEnvironment) -> None:
         """Install nothing."""
-        self._has_tests = await has_tests(environment)
 
     @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         """Hand over the environment, and wait."""
         if self.is_over:
             return
+        are_there = await has_tests(environment)
         self.left.clear()
         self.arrived.put_nowait((instruction, environment))
         await self.left.wait()
-        self.is_alive = await leave(environment, self._has_tests)
+        self.is_alive = await leave(environment, are_there)
 
 
 def _agents_time(task: Path) -> float | None:

@@ -391,6 +391,14 @@ async def test_an_agent_cannot_hang_what_follows_it(environment, monkeypatch):
     assert result.reward is None and not result.reward_error_is_infrastructure
 
 
+async def test_an_agent_cannot_hang_its_next_step(environment, folder, monkeypatch):
+    monkeypatch.setattr("strands_env.harbor.agent.LEAVE_S", 1)
+    slow = "printf '#!/bin/sh\\nexec sleep 1000\\n' > /usr/bin/ls; chmod +x /usr/bin/ls"
+    answers = [*commands(slow)[:2], *commands("true")]
+    result = await asyncio.wait_for(environment(answers).step(folder("steps")), 60)
+    assert (result.termination_reason, result.reward.reward) == (TerminationReason.TASK_COMPLETE, 0.0)
+
+
 async def test_files_are_read_and_written_whole(environment):
     seen = {}
 
@@ -439,6 +447,23 @@ async def test_the_agents_files_are_not_beside_the_verifiers_tests(environment, 
     task = folder("health", **{"tests__test.sh": verifier, "environment__Dockerfile": image})
     result = await environment(commands(planted if whose == "agent" else "true")).step(task)
     assert (result.reward_error, result.reward.reward) == (None, reward)
+
+
+async def test_nor_in_a_later_step(environment, folder):
+    verifier = "#!/bin/bash\n(cat /tests/conftest.py || echo 0) > /logs/verifier/reward.txt\n"
+    steps = {f"steps__{step}__tests__test.sh": verifier for step in ("first", "second")}
+    planted = "mkdir -p /tests; echo 1 > /tests/conftest.py"
+    result = await environment([*commands("true")[:2], *commands(planted)]).step(folder("steps", **steps))
+    assert (result.reward_error, result.reward.reward) == (None, 0.0)
+
+
+async def test_a_health_check_after_the_agent_may_fail_because_of_it(environment, folder):
+    task = folder("steps")
+    toml = Path(task.task_context.harbor_task) / "task.toml"
+    toml.write_text(toml.read_text() + '[steps.healthcheck]\ncommand = "test -e /gone"\nretries = 1\n')
+    result = await environment(commands("true")).step(task)
+    assert result.termination_reason is TerminationReason.TASK_COMPLETE and result.reward is None
+    assert "HealthcheckError" in result.reward_error and not result.reward_error_is_infrastructure
 
 
 async def test_a_registry_is_not_asked_by_each_episode(environment, folder, tmp_path):
