@@ -224,10 +224,13 @@ def ignores(text: str) -> Callable[[str, bool], bool]:
     """Return what tells whether `.dockerignore` leaves out a path of the context, which may be a folder."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     rules = [(not line.startswith("!"), _pattern(os.path.normpath(line.lstrip("! ")))) for line in lines if line != "."]
-    has_exceptions = not all(leaves_out for leaves_out, _ in rules)
+    exceptions = [os.path.normpath(line.lstrip("! ")).lstrip("/") for line in lines if line.startswith("!")]
+    beginnings = [re.split(r"[*?[]", exception)[0] for exception in exceptions]
 
     def is_ignored(path: str, is_folder: bool) -> bool:
-        if is_folder and has_exceptions:  # some of its files may not be
+        inside = f"{path}/"
+        may_have = path == "." or any(each.startswith(inside) or inside.startswith(each) for each in beginnings)
+        if is_folder and may_have:  # some of its files may not be
             return False
         return next((leaves_out for leaves_out, pattern in reversed(rules) if pattern.fullmatch(path)), False)
 

@@ -115,6 +115,13 @@ def test_dockerignore(pattern, ignored, kept):
     assert [path for path in (*ignored, *kept) if is_ignored(path, False)] == ignored
 
 
+def test_a_folder_without_exceptions_is_left_out_whole():
+    is_ignored = ignores("*\n!/src/keep\n")
+    folders = (".", "src", "src/keep", "src/other", "lib")
+    assert [path for path in folders if is_ignored(path, True)] == ["src/other", "lib"]
+    assert not ignores("*\n!**/keep\n")("lib", True)
+
+
 def test_lines_continue_over_comments_and_here_documents_stay_whole():
     text = "FROM a\nRUN one \\\n  # no\n\n  two\nRUN <<E\n# yes\nx\nE\nRUN cat <<-'E' > /x\n\ty\n\tE\nUSER z\n"
     _, [stage] = read_dockerfile(text)
