@@ -24,8 +24,9 @@ from ..sandbox import (
     World,
     build_image,
     load_image,
+    pull_image,
 )
-from ..sandbox.images import pulled_image
+from ..sandbox.images import once
 
 OUTPUT_BYTES = 16 << 20  # of a command
 
@@ -121,10 +122,10 @@ class WorldEnvironment(BaseEnvironment):
     async def _image(self) -> Image:
         name = self.task_env_config.docker_image
         if name is not None and name in self._folders:
-            return await load_image(self._folders[name])
+            return await once(load_image, self._folders[name])
         if name is not None:
-            return await pulled_image(name)
-        images = {each: await load_image(folder) for each, folder in self._folders.items()}
+            return await once(pull_image, name)
+        images = {each: await once(load_image, folder) for each, folder in self._folders.items()}
         network: Network = "public" if shutil.which("slirp4netns") else "none"
         limits = replace(IMAGE_LIMITS, wall_s=self.task_env_config.build_timeout_sec)
         return await build_image(self.environment_dir, images=images, network=network, limits=limits)

@@ -47,7 +47,7 @@ IMAGE_LIMITS = replace(WORLD_LIMITS, wall_s=3_600.0, disk_bytes=32 << 30, output
 
 SHOWN_BYTES = 2_000  # of a failed program's output
 WAIT_S = 0.05
-_PULLED: dict[str, Image] = {}
+_KNOWN: dict[str, Image] = {}
 
 
 class Source(Protocol):
@@ -120,12 +120,15 @@ async def pull_image(
             await in_thread(downloads.discard)
 
 
-async def pulled_image(reference: str, *, limits: SandboxLimits = IMAGE_LIMITS) -> Image:
-    """Return an image that this process has pulled, or pull it: registries limit how often each episode may ask."""
-    async with _alone(image_layer(reference)):
-        image = _PULLED.get(reference)
+async def once(get: Callable[..., Awaitable[Image]], name: str, limits: SandboxLimits = IMAGE_LIMITS) -> Image:
+    """Return an image that this process has pulled or loaded, or do so: it is too much for each episode.
+
+    Registries limit how often they are asked, and the digest of a root needs all its files.
+    """
+    async with _alone(image_layer(name)):
+        image = _KNOWN.get(name)
         if image is None or not all((folder() / layer.name).exists() for layer in image.layers):
-            image = _PULLED[reference] = await pull_image(reference, limits=limits)
+            image = _KNOWN[name] = await get(name, limits=limits)
         return image
 
 
@@ -307,7 +310,7 @@ class _Build:
         if name == "scratch":
             return Image()
         if name not in self._images:
-            self._images[name] = await pulled_image(name, limits=self.limits)
+            self._images[name] = await once(pull_image, name, self.limits)
         return self._images[name]
 
 

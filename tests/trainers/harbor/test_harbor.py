@@ -17,6 +17,7 @@ from strands_env.cli import main
 from strands_env.core import Action
 from strands_env.core.models import sglang_model_factory
 from strands_env.harbor import HarborEnvironment, HarborSandbox, harbor_tasks, rollout_details
+from strands_env.sandbox.images import _digest
 from strands_sglang import TerminationReason, Trajectory
 from strands_sglang.credit import Episode, training_rows
 from strands_sglang.testing import ScriptedFault, ScriptedSGLang
@@ -464,6 +465,15 @@ async def test_a_health_check_after_the_agent_may_fail_because_of_it(environment
     result = await environment(commands("true")).step(task)
     assert result.termination_reason is TerminationReason.TASK_COMPLETE and result.reward is None
     assert "HealthcheckError" in result.reward_error and not result.reward_error_is_infrastructure
+
+
+async def test_a_root_is_not_read_by_each_episode(environment, in_a_world, monkeypatch):
+    read = []
+    monkeypatch.setattr("strands_env.sandbox.images._digest", lambda *given: read.append(given) or _digest(*given))
+    [root] = in_a_world["kwargs"]["images"].values()
+    results = [await environment(commands("true")).step(task("health")) for _ in range(2)]
+    assert [result.reward.reward for result in results] == [0.0, 0.0]
+    assert sum(str(path) == root for path, _ in read) <= 1
 
 
 async def test_a_registry_is_not_asked_by_each_episode(environment, folder, tmp_path):
