@@ -50,7 +50,7 @@ async def score(
     evaluation kept them (`keep_tokens`), and the trajectory (`keep_trajectories`).
 
     The samples are written as they are scored. Call it again to resume, also to score what an evaluation that still
-    runs has added.
+    runs has added or run again.
 
     Args:
         source: Results file of the evaluation, or its folder. It is only read.
@@ -86,12 +86,14 @@ async def score(
     async with AsyncExitStack() as stack:
         storage = Storage(output_path, new)
         stack.push_async_callback(storage.close)
-        scored_samples = dict(storage.finished)
-        for kept in list(scored_samples.values())[:1]:
+        for kept in list(storage.finished.values())[:1]:
             if kept.environment is not None:
                 storage.refuse_other_environment(kept.key, {**kept.environment, **reward})
-        saved = [(keys[row.prompt_id, row.sample_index], row) for row in chain.from_iterable(results.values())]
-        todo = [(key, sample) for key, sample in saved if key not in scored_samples]
+        saved = {keys[row.prompt_id, row.sample_index]: row for row in chain.from_iterable(results.values())}
+        scored_samples = {  # without those that the evaluation has run again since
+            key: one for key, one in storage.finished.items() if key in saved and saved[key].ended_at == one.ended_at
+        }
+        todo = [(key, sample) for key, sample in saved.items() if key not in scored_samples]
         waiting = iter(todo)
         progress = stack.enter_context(
             Progress(f"scoring {run.benchmark}".strip(), len(saved), list(scored_samples.values()), shown=show_progress)

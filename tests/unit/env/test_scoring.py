@@ -96,6 +96,23 @@ async def test_scoring_resumes_and_follows_an_evaluation_that_grows(tmp_path):
         await score(tmp_path / "a", reward, tmp_path / "b", config={"reward": "other"})
 
 
+async def test_a_sample_that_ran_again_is_scored_again(tmp_path):
+    async def evaluate(result):
+        await Evaluator(
+            StubEnvironment(lambda action: result).factory, output_path=tmp_path / "a", retry_errors=True
+        ).run(tasks(2))
+
+    reward = Contains()
+    await evaluate(step_result(None, "no", TerminationReason.AGENT_ERROR, "ValueError: my tool"))
+    first = await score(tmp_path / "a", reward, tmp_path / "b")
+    assert all(row[0].is_errored for row in first.values()) and reward.asked == 0
+    await evaluate(step_result(0.0, "0 or 2"))
+    for _ in range(2):
+        again = await score(tmp_path / "a", reward, tmp_path / "b")
+        assert [row[0].reward for row in again.values()] == [1.0, 1.0] and reward.asked == 2
+    assert read_results(tmp_path / "b")[1] == again
+
+
 async def test_an_outcome_without_a_reward_keeps_none(tmp_path):
     def play(action):
         text, (reason, error) = action.message, ends[action.task_context.id]
