@@ -380,7 +380,7 @@ class Storage:
         self.path = results_file(path)
         self._status_file = side_file(self.path, ".status.json")
         self._config_digest = run.config_digest
-        run_file = side_file(self.path, ".run.json")
+        self._run_file = run_file = side_file(self.path, ".run.json")
         with contextlib.ExitStack() as undo:
             self._lock = lock_file(side_file(self.path, ".lock"))
             undo.callback(self._lock.release)
@@ -396,6 +396,7 @@ class Storage:
             undo.callback(self._results.abandon)
             self._failures = CheckpointFile(side_file(self.path, ".failures.jsonl"))
             undo.callback(self._failures.abandon)
+            self._earlier_run = run_file.read_bytes() if run_file.exists() else None
             replace_file(run_file, encode({"format": FORMAT, **dataclasses.asdict(run)}))
             samples = _samples(self.path, run)
             undo.pop_all()
@@ -425,6 +426,8 @@ class Storage:
                 for name in [name for name in second if name.startswith("served.")]:
                     del second[name]
         if known != new:
+            if self._earlier_run is not None:  # the results are still those of its tasks
+                replace_file(self._run_file, self._earlier_run)
             raise CheckpointError(
                 f"{self.path} has results of another environment: {_difference(known, new)}; use another file for "
                 "this one"

@@ -1427,11 +1427,13 @@ CHANGES = {
 async def test_results_of_another_environment_are_refused(tmp_path, changed, told):
     await run(Scripted, tmp_path)
     before, steps = lines(tmp_path / "results.jsonl"), Scripted.steps
+    plan = (tmp_path / "results.run.json").read_bytes()
     for count in (2, 3):  # with and without samples left to run
         with pytest.raises(CheckpointError, match="has results of another environment: .*use another file") as caught:
             await run(changed, tmp_path, count)
         assert told in str(caught.value)
     assert lines(tmp_path / "results.jsonl") == before and Scripted.steps == steps
+    assert (tmp_path / "results.run.json").read_bytes() == plan
 
 
 @pytest.mark.parametrize(
