@@ -658,12 +658,17 @@ def track_run(arguments: argparse.Namespace) -> int:
                 (int(at) if abs(at) < 2**63 else n, row)
                 for n, (at, row) in enumerate(zip(numbers, rows, strict=True), 1)
             ]
-        place = (folder if folder.is_dir() else folder.parent) / "tensorboard"
-        name = arguments.name or folder.resolve().stem
-        tracker = open_tracker(arguments.to, project=arguments.project, run=name, folder=place, config=config)
-    with tracker:
-        for step, metrics in steps:
-            tracker.log(metrics, step)
+    place = (folder if folder.is_dir() else folder.parent) / "tensorboard"
+    name = arguments.name or folder.resolve().stem
+    try:
+        with open_tracker(arguments.to, project=arguments.project, run=name, folder=place, config=config) as tracker:
+            for step, metrics in steps:
+                tracker.log(metrics, step)
+    except ImportError as error:
+        raise UsageError(error) from error
+    except Exception as error:  # whatever the tracker raises: no account, or no server
+        tell(f"strands-env: --to {arguments.to}: {one_line(error)}")
+        return FAILED
     return say(f"{counted(len(steps), 'step')} logged to {arguments.to} as {name}")
 
 
@@ -1053,7 +1058,7 @@ def run_config(arguments: argparse.Namespace, model: dict[str, Any]) -> dict[str
 
     return {
         "env": arguments.env,
-        "env_args": describe(arguments.env_args),  # without the credentials of addresses
+        "env_args": describe(arguments.env_args),  # without credentials
         "system_prompt": arguments.system_prompt,
         **with_reward({}, arguments),
         **{name: value for name, value in model.items() if name not in ("base_url", "client", "region_name")},
@@ -1062,9 +1067,11 @@ def run_config(arguments: argparse.Namespace, model: dict[str, Any]) -> dict[str
 
 def with_reward(config: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """A configuration with the reward of the command line."""
+    from .core.identity import describe
+
     others = {name: value for name, value in config.items() if name != "reward_args"}
     # Left out if empty, as in the files of releases without it.
-    given = {"reward_args": arguments.reward_args} if arguments.reward_args else {}
+    given = {"reward_args": describe(arguments.reward_args)} if arguments.reward_args else {}
     return {**others, "reward": arguments.reward, **given}
 
 

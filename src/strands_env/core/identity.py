@@ -109,6 +109,12 @@ def _record(value: Any, fields: dict[str, Any], depth: int) -> dict[str, Any]:
     return {"class": _name(type(value)), **describe(fields, min(depth + 1, _MAX_DEPTH - 1))}
 
 
+def _mapping(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+    # The `env` of a command, as of an MCP server, may contain secrets.
+    items = [item for item in value.items() if item[0] != "env" or "command" not in value]
+    return {str(key): describe(item, depth + 1) for key, item in items[:_MAX_ITEMS]}
+
+
 def _array(value: Any, depth: int) -> Any:
     if value.dtype.hasobject:
         return _object(value, depth)
@@ -153,10 +159,7 @@ _FORMS: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
     (_PLAIN, lambda value, depth: repr(value)),
     (PurePath, lambda value, depth: str(value)),
     (re.Pattern, lambda value, depth: [value.pattern, value.flags]),
-    (
-        Mapping,
-        lambda value, depth: {str(key): describe(item, depth + 1) for key, item in list(value.items())[:_MAX_ITEMS]},
-    ),
+    (Mapping, _mapping),
     ((list, tuple), lambda value, depth: [describe(item, depth + 1) for item in value[:_MAX_ITEMS]]),
     (Set, lambda value, depth: sorted((describe(item, depth + 1) for item in value), key=repr)),
     (Identified, lambda value, depth: value.identity()),

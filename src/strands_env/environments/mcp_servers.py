@@ -69,8 +69,7 @@ class MCPServersEnvironment(MCPEnvironment):
         identity = super().identity()
         arguments = {name: value for name, value in identity["arguments"].items() if name != "clients"}
         described = [_described(server) for server in arguments["servers"]]
-        shown = [{key: value for key, value in server.items() if key != "env"} for server in described]
-        return {**identity, "arguments": {**arguments, "servers": shown}}
+        return {**identity, "arguments": {**arguments, "servers": described}}
 
 
 def _described(server: Any) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ import time
 import webbrowser
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -199,6 +200,16 @@ def test_what_cannot_be_tracked_is_one_line(monkeypatch, refused, arguments, tol
     for package in ("tensorboardX", "wandb", "mlflow", "trackio"):
         monkeypatch.setitem(sys.modules, package, None)
     assert told in refused(["track", *arguments])
+
+
+def test_a_tracker_that_refuses_is_one_line(monkeypatch, tmp_path, capsys):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no API key\nconfigured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse))
+    (tmp_path / "metrics.csv").write_text("step,reward\n1,0.5\n")
+    assert main(["track", str(tmp_path), "--to", "wandb"]) == 1
+    assert capsys.readouterr().err == "strands-env: --to wandb: no API key configured\n"
 
 
 @pytest.mark.parametrize("changed", ["model_path", "weight_version"])
@@ -493,8 +504,9 @@ def test_arguments_of_a_reward_are_part_of_the_configuration(command, tmp_path, 
     given = [*command, "--limit", 1, "--reward", "regex", "--reward-args"]
     assert run([*given, r'{"pattern": "boxed.(\\d+)", "group": 1}', "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pass@1"] == 1.0
-    assert run([*given, '{"pattern": "never"}']) == 1
-    assert "reward_args was" in capsys.readouterr().err
+    assert run([*given, '{"pattern": "never://me:secret@host"}']) == 1
+    error = capsys.readouterr().err
+    assert "reward_args was" in error and "secret" not in error
 
 
 def test_the_tools_of_mcp_servers_are_an_environment_by_name(command, server, tmp_path, capsys):
@@ -503,7 +515,8 @@ def test_the_tools_of_mcp_servers_are_an_environment_by_name(command, server, tm
     servers = [{"command": sys.executable, "args": [str(script)], "env": {"TOKEN": "secret"}, "prefix": "c"}]
     assert run([*command, "--env-args", json.dumps({"servers": servers})]) == 0
     assert "c_add" in server.requests[0].text
-    assert "secret" not in (tmp_path / "out" / "results.jsonl").read_text()
+    for name in ("results.jsonl", "results.run.json"):
+        assert "secret" not in (tmp_path / "out" / name).read_text()
     command += ["--output", tmp_path / "line"]
     servers = [f"{sys.executable} {script}"]
     assert run([*command, "--env-args", json.dumps({"servers": servers})]) == 0
