@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import anyio
 from strands.hooks import HookProvider
 from strands.hooks.events import AfterToolCallEvent
-from strands.tools.mcp import MCPClient
+from strands.tools.mcp import MCPAgentTool, MCPClient
 
 from ..core import Action, Environment, ModelFactory, RewardFunction, StepResult
 from ..core.supervision import maybe_await, run_in_thread
@@ -137,7 +138,7 @@ class MCPEnvironment(Environment):
             if is_made:
                 await self._start(client)
             try:
-                tools += await _tools_of(client, self._answer_timeout)
+                tools += map(_callable, await _tools_of(client, self._answer_timeout))
             except Exception as error:
                 raise BackendError(f"an MCP server does not list its tools: {error}") from error
         self._servers.tools = tools
@@ -186,10 +187,10 @@ class MCPEnvironment(Environment):
             error = starting.exception() if starting.done() else late
             starting.cancel()  # no longer wait for it
         if error is not None:
-            raise BackendError(f"an MCP server did not start: {error}") from error
+            raise BackendError(f"an MCP server did not start: {_why(error)}") from error
 
     def get_tools(self) -> Sequence[Any]:
-        """Return the servers' tools, with the clients' prefixes in their names."""
+        """Return the servers' tools, with the clients' prefixes in their names, and `_` for `.` and the like."""
         return self._servers.tools
 
     def get_hooks(self) -> Sequence[HookProvider]:
@@ -250,6 +251,20 @@ def _truncated(result: Any, limit: int) -> Any:
     if total > limit:
         content.append({"text": f"[the result was cut: its first {limit} of {total} characters are above]"})
     return {**{name: value for name, value in result.items() if name not in unread}, "content": content}
+
+
+def _callable(tool: MCPAgentTool) -> MCPAgentTool:
+    """Return a tool with a name that Strands accepts: it refuses each call of another one."""
+    name = re.sub("[^a-zA-Z0-9_-]", "_", tool.tool_name)[-64:]
+    return tool if name == tool.tool_name else MCPAgentTool(tool.mcp_tool, tool.mcp_client, name, tool.timeout)
+
+
+def _why(error: BaseException) -> str:
+    """Return an error's text, or that of the first error in its group of tasks, whose own text says nothing."""
+    group: Any = error.__cause__
+    while hasattr(group, "exceptions"):
+        group = error = group.exceptions[0]
+    return str(error)
 
 
 async def _stop(client: MCPClient) -> None:

@@ -24,6 +24,7 @@ from strands_env.environments import (
     ArithmeticExpressionError,
     CalculatorEnvironment,
     MCPEnvironment,
+    MCPServersEnvironment,
     PythonEnvironment,
     ReasoningGymEnvironment,
     WorldEnvironment,
@@ -270,6 +271,20 @@ async def test_several_servers_with_prefixes(factory):
     answers = [call("left_add", a=1, b=1), call("right_count"), "done"]
     results = tool_results(await MCPEnvironment(factory(*answers), clients=clients).step(task()))
     assert results[0][1].startswith("2") and results[1][1].startswith("0 ")
+
+
+async def test_tools_with_names_that_strands_refuses_can_be_called(factory):
+    prefixes = ["shop.v1", "x" * 99]
+    servers = [{"command": sys.executable, "args": [str(SERVER)], "prefix": prefix} for prefix in prefixes]
+    answers = [call("shop_v1_add", a=1, b=1) + call(f"{'x' * 60}_add", a=1, b=2), "done"]
+    result = await MCPServersEnvironment(factory(*answers), servers=servers).step(task())
+    assert [text[:1] for _, text in tool_results(result)] == ["2", "3"]
+
+
+async def test_the_reason_of_a_server_that_does_not_start_is_told(factory):
+    environment = MCPServersEnvironment(factory("x"), servers=["http://127.0.0.1:9/mcp"])
+    result = await environment.step(task("x"))
+    assert result.error == "BackendError: an MCP server did not start: All connection attempts failed"
 
 
 async def test_server_that_does_not_start_is_an_infrastructure_error(factory):
