@@ -520,15 +520,17 @@ def check_env(arguments: argparse.Namespace) -> int:
         raise UsageError("--dataset PATH or --benchmark NAME must be given")
     logging.getLogger("strands_env.core").setLevel(logging.CRITICAL)  # the findings say it
     try:
-        env_factory, _ = named_environment(arguments, None)
-        benchmark = named_benchmark(arguments)
-        evaluator = None if benchmark is None else benchmark(env_factory)
-        actions = load_actions(arguments, evaluator, None)
-    except (ValueError, OSError, ImportError) as error:
+        with named_code():
+            env_factory, _ = named_environment(arguments, None)
+            benchmark = named_benchmark(arguments)
+            evaluator = None if benchmark is None else benchmark(env_factory)
+            actions = load_actions(arguments, evaluator, None)
+    except (ValueError, TypeError, OSError, ImportError) as error:
         raise UsageError(error) from error
 
     def make(model_factory: Any, action: Any) -> Any:
-        return named_environment(arguments, model_factory)[0](action)
+        with named_code():
+            return named_environment(arguments, model_factory)[0](action)
 
     colors = {"ok": "green", "failed": "red", "not tried": "yellow"}
     code = 0
@@ -688,9 +690,11 @@ def score_results(arguments: argparse.Namespace) -> int:
         success_threshold=arguments.success_threshold,
     )
     try:
+        with named_code():
+            reward = named_reward(arguments)
         work = score(
             arguments.folder,
-            named_reward(arguments),
+            reward,
             arguments.output,
             config=with_reward(dict(run.config), arguments),
             max_concurrency=arguments.concurrency,
@@ -777,7 +781,9 @@ def environment_of_run(arguments: argparse.Namespace, file: str) -> Any:
         return None
     if merged.backend == "sglang" and not (merged.model or merged.tokenizer):
         raise ValueError(f"{file}: no model is recorded with it: name --model or --tokenizer")
-    return named_environment(merged, model_factory_of(merged, model_config(merged)))[0]
+    model_factory = model_factory_of(merged, model_config(merged))
+    with named_code():
+        return named_environment(merged, model_factory)[0]
 
 
 def compare_results(arguments: argparse.Namespace) -> int:
@@ -908,6 +914,21 @@ async def until_stopped(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 # --- what the command line names ---
+
+
+@contextlib.contextmanager
+def named_code() -> Iterator[None]:
+    """Run code that is named on the command line, which may raise anything.
+
+    Raises:
+        ValueError: It raises what no command expects.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError):
+        raise
+    except Exception as error:
+        raise ValueError(f"--env, --reward or --benchmark: {type(error).__name__}: {error}") from error
 
 
 def check_names(arguments: argparse.Namespace) -> None:

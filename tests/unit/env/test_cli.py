@@ -376,19 +376,22 @@ def test_arguments_of_an_executor_need_a_cluster(command, refused):
         ("def Env(model_factory, reward_fn=None: ...", "SyntaxError"),
         ("raise RuntimeError('no license')", "RuntimeError: no license"),
         (
-            "class Env:\n    def __init__(self, model_factory):\n        raise RuntimeError('no sandbox\\nhere')",
+            "class Env:\n    def __init__(self, model_factory=None):\n        raise RuntimeError('no sandbox\\nhere')",
             "no sandbox here",
         ),
     ],
     ids=["no Python", "not importable", "refuses"],
 )
-def test_an_unusable_environment_is_one_line_and_exit_code_2(command, tmp_path, module, told, refused):
+def test_an_unusable_environment_is_one_line_and_exit_code_2(command, tokenizer_path, tmp_path, module, told, refused):
     name = f"unusable_{len(module)}"
     (tmp_path / f"{name}.py").write_text(module)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         patch.syspath_prepend(str(tmp_path))
         assert told in refused([*command, "--env", f"{name}.Env"])
+        assert told in refused(["check", f"{name}.Env", *command[1:3]])
+        assert told in refused(["score", FINISHED, "--reward", f"{name}.Env", "--output", tmp_path / "other"])
+        assert told in refused(["replay", FINISHED, "--env", f"{name}.Env", "--tokenizer", tokenizer_path])
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ async def test_tools_with_names_that_strands_refuses_can_be_called(factory):
 async def test_the_reason_of_a_server_that_does_not_start_is_told(factory):
     environment = MCPServersEnvironment(factory("x"), servers=["http://127.0.0.1:9/mcp"])
     result = await environment.step(task("x"))
-    assert result.error == "BackendError: an MCP server did not start: All connection attempts failed"
+    assert "did not start: " in result.error and "TaskGroup" not in result.error
 
 
 async def test_server_that_does_not_start_is_an_infrastructure_error(factory):
