@@ -507,9 +507,10 @@ def test_arguments_of_a_reward_are_part_of_the_configuration(command, tmp_path, 
     given = [*command, "--limit", 1, "--reward", "regex", "--reward-args"]
     assert run([*given, r'{"pattern": "boxed.(\\d+)", "group": 1}', "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pass@1"] == 1.0
-    assert run([*given, '{"pattern": "never://me:secret@host"}']) == 1
-    error = capsys.readouterr().err
-    assert "reward_args was" in error and "secret" not in error
+    assert run([*given, '{"pattern": "never"}']) == 1
+    assert "reward_args was" in capsys.readouterr().err
+    assert run([*given, '{"pattern": "never://me:secret@host"}', "--output", tmp_path / "other"]) == 0
+    assert "secret" not in (tmp_path / "other" / "results.run.json").read_text()
 
 
 def test_the_tools_of_mcp_servers_are_an_environment_by_name(command, server, tmp_path, capsys):
