@@ -143,7 +143,7 @@ async def ours(case: dict[str, Any]):
     with contextlib.suppress(ImportError):  # an older commit encodes every prompt as a whole
         from strands_sglang.protocol.wire import EncodedIds
 
-        kept = EncodedIds.of, EncodedIds.plus  # what a trajectory keeps of a prompt
+        kept = EncodedIds.encode, EncodedIds.plus  # what a trajectory keeps of a prompt
 
     accepted = inspect.signature(SGLangClient.generate).parameters
     options = {"flat_logprobs": True} if "flat_logprobs" in accepted else {}  # as a model asks

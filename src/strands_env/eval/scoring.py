@@ -91,7 +91,9 @@ async def score(
                 storage.refuse_other_environment(kept.key, {**kept.environment, **reward})
         saved = {keys[row.prompt_id, row.sample_index]: row for row in chain.from_iterable(results.values())}
         scored_samples = {  # without those that the evaluation has run again since
-            key: one for key, one in storage.finished.items() if key in saved and saved[key].ended_at == one.ended_at
+            key: sample
+            for key, sample in storage.finished.items()
+            if key in saved and saved[key].ended_at == sample.ended_at
         }
         todo = [(key, sample) for key, sample in saved.items() if key not in scored_samples]
         waiting = iter(todo)

@@ -352,7 +352,7 @@ def test_an_agent_that_ends_takes_no_token_from_another_s_request(recorder, monk
         recorder.trajectory.settle([user("c")])
         return encode(*args)
 
-    monkeypatch.setattr(EncodedIds, "of", encode_while_another_thread_settles)
+    monkeypatch.setattr(EncodedIds, "encode", encode_while_another_thread_settles)
     encoded = turn.encoded_ids(vocab_size=100)
     assert json.loads(b"[" + b",".join(encoded.pieces) + b"]") == turn.token_ids()
 
