@@ -71,6 +71,7 @@ MULTIPLY = call("multiply", a=25, b=17)
 EPISODES = {
     "an answer after a tool call": ([MULTIPLY, "It is 425."], "COMPLETED"),
     "a wrong answer after a tool call": ([MULTIPLY, "It is 99."], "COMPLETED"),
+    "a longer number with the right digits": ([MULTIPLY, "It is 4250."], "COMPLETED"),
     "the limit on tool iterations": ([MULTIPLY] * 9, "TRUNCATED"),
     "an answer that is cut off": ([ScriptedAnswer("25 * 17", finish_reason="length")], "TRUNCATED"),
     "an abort that slime did not ask for": ([ScriptedAnswer("25 * 17", finish_reason="abort")], "TRUNCATED"),
@@ -150,6 +151,13 @@ async def test_documented_defaults_are_what_a_model_does(chatml_tokenizer):
 
 
 # --- tables ---
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_table_of_a_page_has_a_head(page):
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for found in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert re.match(r"\|.*\n\|[-| ]+\|\n", found), found
 
 
 def test_the_outcome_table_is_that_of_the_code():
