@@ -194,4 +194,4 @@ def _call(name: str) -> Move:
 def _shown(result: StepResult) -> str:
     if result.reward is not None:
         return f"reward {result.reward.reward:g}"
-    return result.reward_error or result.error or result.termination_reason.value
+    return result.reward_error or result.error or f"{result.termination_reason.value}, without a reward"

@@ -137,6 +137,11 @@ async def test_a_world_that_dies_ends_the_episode_without_a_reward():
     assert "the world is not running" in result.error
 
 
+async def test_an_environment_without_a_reward_fails_and_says_why():
+    findings = await check_environment(lambda factory, action: CalculatorEnvironment(factory), TASK)
+    assert findings[0].verdict == "failed" and findings[0].detail == "task_complete, without a reward"
+
+
 async def test_what_an_environment_does_not_have_is_not_tried():
     found = await verdicts(CalculatorEnvironment, reward_fn=ExactMatchReward())
     assert found == {
