@@ -2,6 +2,7 @@
 
 Put this folder on the PYTHONPATH of verl's workers, and set
 
+    actor_rollout_ref.rollout.agent.agent_loop_config_path=examples/verl/agent_loops.yaml
     actor_rollout_ref.rollout.agent.default_agent_loop=calculator
 
 The dataset has a `raw_prompt` (messages) and a `reward_model` with the `ground_truth`, as verl's preprocessing writes
