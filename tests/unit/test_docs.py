@@ -242,13 +242,6 @@ def test_the_readme_is_short_and_its_links_lead_to_files():
         assert target.startswith("https://") or (ROOT / target.partition("#")[0]).is_file(), target
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_table_of_a_page_has_a_head(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    first_rows = re.findall(r"(?<!\|\n)^\|.*\n(.*)", text, flags=re.MULTILINE)
-    assert [line for line in first_rows if not re.fullmatch(r"[-:| ]+", line)] == []
-
-
 def test_every_make_target_that_is_named_exists():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))

@@ -192,9 +192,9 @@ async def has_tests(environment: BaseEnvironment) -> bool:
 
 
 async def leave(environment: BaseEnvironment, has_tests: bool) -> bool:
-    """Remove a reward that the agent has written, which Harbor 0.24 would read, and files beside the verifier's tests.
+    """Remove what the agent wrote where Harbor grades: a reward, which Harbor 0.24 would read, and files in `/tests`.
 
-    Tests load such files: pytest does so with a `conftest.py`.
+    The verifier's tests would load such files: pytest does so with a `conftest.py`.
 
     Args:
         environment: The agent's environment.
