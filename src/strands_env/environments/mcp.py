@@ -190,7 +190,7 @@ class MCPEnvironment(Environment):
             raise BackendError(f"an MCP server did not start: {_why(error)}") from error
 
     def get_tools(self) -> Sequence[Any]:
-        """Return the servers' tools, with the clients' prefixes in their names, and `_` where Strands allows nothing else."""
+        """Return the servers' tools; names have the clients' prefixes, and `_` where Strands allows nothing else."""
         return self._servers.tools
 
     def get_hooks(self) -> Sequence[HookProvider]:
