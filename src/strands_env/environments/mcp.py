@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -127,7 +128,7 @@ class MCPEnvironment(Environment):
         """Start the step's servers, and list the tools of all servers.
 
         Raises:
-            BackendError: A server does not start, or does not list its tools.
+            BackendError: A server does not start, or does not list its tools, or two tools have the same name.
         """
         await super().reset()
         given: Any = self._clients
@@ -141,6 +142,9 @@ class MCPEnvironment(Environment):
                 tools += map(_callable, await _tools_of(client, self._answer_timeout))
             except Exception as error:
                 raise BackendError(f"an MCP server does not list its tools: {error}") from error
+        for name, count in Counter(tool.tool_name for tool in tools).items():
+            if count > 1:
+                raise BackendError(f"the MCP servers have several tools of the name {name}: give each server a prefix")
         self._servers.tools = tools
 
     async def _start(self, client: MCPClient) -> None:

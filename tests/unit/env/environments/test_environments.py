@@ -273,6 +273,13 @@ async def test_several_servers_with_prefixes(factory):
     assert results[0][1].startswith("2") and results[1][1].startswith("0 ")
 
 
+async def test_two_tools_of_one_name_are_told_with_what_to_do(factory):
+    servers = [{"command": sys.executable, "args": [str(SERVER)]}] * 2
+    result = await MCPServersEnvironment(factory("x"), servers=servers).step(task())
+    assert result.termination_reason == TerminationReason.INFRASTRUCTURE_ERROR
+    assert "several tools of the name add: give each server a prefix" in result.error
+
+
 async def test_tools_with_names_that_strands_refuses_can_be_called(factory):
     prefixes = ["shop.v1", "x" * 99]
     servers = [{"command": sys.executable, "args": [str(SERVER)], "prefix": prefix} for prefix in prefixes]
