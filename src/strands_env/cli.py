@@ -831,7 +831,7 @@ def evaluation_in(folder: str) -> str:
     from .eval.checkpoint import results_file, side_file
 
     ending = ".run.json"
-    if side_file(results_file(folder), ending).exists():
+    if side_file(results_file(folder), ending).exists() or not Path(folder).is_dir():
         return folder
     plans = [*Path(folder).glob(f"*{ending}"), *Path(folder).glob(f"*/*{ending}")]
     found = sorted(f"{plan}".removesuffix(ending) + ".jsonl" for plan in plans)

@@ -111,8 +111,9 @@ async def pull_image(
     from .registry import Reference, Registry  # an HTTP client, which worlds do not need
 
     async with _says_what_failed(reference):
+        where = Reference.read(reference)
         downloads = await in_thread(new_layer)
-        registry = Registry(Reference.read(reference), credentials, downloads.path)
+        registry = Registry(where, credentials, downloads.path)
         try:
             return await _unpacked(registry, json.loads(await registry.manifest()), limits)
         finally:
