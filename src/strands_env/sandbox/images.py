@@ -48,6 +48,7 @@ IMAGE_LIMITS = replace(WORLD_LIMITS, wall_s=3_600.0, disk_bytes=32 << 30, output
 SHOWN_BYTES = 2_000  # of a failed program's output
 WAIT_S = 0.05
 _KNOWN: dict[str, Image] = {}
+_FAILED: dict[str, ImageError] = {}
 
 
 class Source(Protocol):
@@ -121,15 +122,29 @@ async def pull_image(
             await in_thread(downloads.discard)
 
 
-async def once(get: Callable[..., Awaitable[Image]], name: str, limits: SandboxLimits = IMAGE_LIMITS) -> Image:
+async def once(
+    get: Callable[..., Awaitable[Image]], name: str | os.PathLike[str], limits: SandboxLimits = IMAGE_LIMITS
+) -> Image:
     """Return an image that this process has pulled or loaded, or do so: it is too much for each episode.
 
     Registries limit how often they are asked, and the digest of a root needs all its files.
+
+    Raises:
+        ImageError: It cannot be had, or could not while this call waited: to try again for each would take too long.
     """
-    async with _alone(image_layer(name)):
-        image = _KNOWN.get(name)
+    key = f"{get.__name__} {os.fspath(name)}"  # a folder may be called as an image in a registry
+    earlier = _FAILED.get(key)
+    async with _alone(image_layer(key)):
+        failure = _FAILED.get(key)
+        if failure is not None and failure is not earlier:
+            raise ImageError(str(failure)) from failure
+        image = _KNOWN.get(key)
         if image is None or not all((folder() / layer.name).exists() for layer in image.layers):
-            image = _KNOWN[name] = await get(name, limits=limits)
+            try:
+                image = _KNOWN[key] = await get(name, limits=limits)
+            except ImageError as error:
+                _FAILED[key] = error
+                raise
         return image
 
 

@@ -25,6 +25,7 @@ from strands_env.sandbox import (
     pull_image,
 )
 from strands_env.sandbox.dockerfile import expand, ignores, read_dockerfile, words
+from strands_env.sandbox.images import once
 from strands_env.sandbox.world import pack
 from support.oci import LAYER, Layout, Registry, archive_of, archive_of_folder, make_root, member
 from support.worlds import needs_worlds, worlds_folder
@@ -520,6 +521,28 @@ async def test_a_registry_is_asked_for_a_base_once(layout, context, folder):
         assert sum("/manifests/" in path for path in registry.asked) == 2  # the first one finds out how to authorize
         shutil.rmtree(folder)
         assert await output_of(await build_image(made), "cat /name") == "pulled"
+
+
+async def test_builds_that_wait_for_a_base_that_fails_fail_with_it(layout, context, monkeypatch):
+    monkeypatch.setattr("strands_env.sandbox.registry.PAUSE_S", 0.0)
+    with Registry(layout) as registry:
+        registry.faults = ["unavailable"] * 4
+        made = context(f"FROM 127.0.0.1:{registry.port}/team/app:1\n")
+        outcomes = await asyncio.gather(*(build_image(made) for _ in range(3)), return_exceptions=True)
+        assert ["after 4 attempts" in str(outcome) for outcome in outcomes] == [True] * 3
+        assert sum("/blobs/" in path for path in registry.asked) == 4
+        assert await output_of(await build_image(made), "cat /name") == "pulled"
+
+
+async def test_a_folder_may_be_called_as_an_image(root, layout, monkeypatch):
+    with Registry(layout) as registry:
+        name = f"127.0.0.1:{registry.port}/team/app:1"
+        (layout.folder / name).parent.mkdir(parents=True)
+        (layout.folder / name).symlink_to(root)
+        monkeypatch.chdir(layout.folder)
+        loaded = [await once(load_image, folder) for folder in (name, Path(name))]
+        assert loaded[0] is loaded[1]
+        assert await once(pull_image, name) != loaded[0]
 
 
 @pytest.mark.parametrize("fault", ["unavailable", "cut", "changed"])
