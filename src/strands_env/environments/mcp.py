@@ -139,13 +139,13 @@ class MCPEnvironment(Environment):
             if is_made:
                 await self._start(client)
             try:
-                tools += map(_callable, await _tools_of(client, self._answer_timeout))
+                tools += await _tools_of(client, self._answer_timeout)
             except Exception as error:
                 raise BackendError(f"an MCP server does not list its tools: {error}") from error
         for name, count in Counter(tool.tool_name for tool in tools).items():
             if count > 1:
                 raise BackendError(f"the MCP servers have several tools of the name {name}: give each server a prefix")
-        self._servers.tools = tools
+        self._servers.tools = _callable(tools)
 
     async def _start(self, client: MCPClient) -> None:
         servers, is_over = self._servers, threading.Event()
@@ -257,10 +257,16 @@ def _truncated(result: Any, limit: int) -> Any:
     return {**{name: value for name, value in result.items() if name not in unread}, "content": content}
 
 
-def _callable(tool: MCPAgentTool) -> MCPAgentTool:
-    """Return a tool with a name that Strands accepts: it refuses each call of another one."""
-    name = re.sub("[^a-zA-Z0-9_-]", "_", tool.tool_name)[-64:]
-    return tool if name == tool.tool_name else MCPAgentTool(tool.mcp_tool, tool.mcp_client, name, tool.timeout)
+def _callable(tools: Sequence[MCPAgentTool]) -> list[MCPAgentTool]:
+    """Return tools with names that Strands accepts; it refuses each call of another one, and tools with one name."""
+    names = [re.sub("[^a-zA-Z0-9_-]", "_", tool.tool_name)[-64:] for tool in tools]
+    counts = Counter(name.replace("-", "_") for name in names)
+    made = []
+    for tool, name in zip(tools, names, strict=True):
+        if name != tool.tool_name and counts[name.replace("-", "_")] == 1:
+            tool = MCPAgentTool(tool.mcp_tool, tool.mcp_client, name, tool.timeout)
+        made.append(tool)
+    return made
 
 
 def _why(error: BaseException) -> str:

@@ -288,6 +288,14 @@ async def test_tools_with_names_that_strands_refuses_can_be_called(factory):
     assert [text[:1] for _, text in tool_results(result)] == ["2", "3"]
 
 
+@pytest.mark.parametrize("prefixes", [("shop.v1", "shop_v1"), ("my.shop-v1", "my_shop_v1")])
+async def test_a_tool_does_not_get_the_name_of_another_one(factory, prefixes):
+    servers = [{"command": sys.executable, "args": [str(SERVER)], "prefix": prefix} for prefix in prefixes]
+    answers = [call(f"{prefixes[1]}_add", a=1, b=1), "done"]
+    result = await MCPServersEnvironment(factory(*answers), servers=servers).step(task())
+    assert [text[:1] for _, text in tool_results(result)] == ["2"]
+
+
 async def test_the_reason_of_a_server_that_does_not_start_is_told(factory):
     environment = MCPServersEnvironment(factory("x"), servers=["http://127.0.0.1:9/mcp"])
     result = await environment.step(task("x"))
