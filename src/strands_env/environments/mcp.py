@@ -19,6 +19,8 @@ from strands.hooks import HookProvider
 from strands.hooks.events import AfterToolCallEvent
 from strands.tools.mcp import MCPAgentTool, MCPClient
 
+from strands_sglang.shown import without_credentials
+
 from ..core import Action, Environment, ModelFactory, RewardFunction, StepResult
 from ..core.supervision import maybe_await, run_in_thread
 from ..core.tools import TOOL_TIMEOUT_PREFIX
@@ -141,7 +143,7 @@ class MCPEnvironment(Environment):
             try:
                 tools += await _tools_of(client, self._answer_timeout)
             except Exception as error:
-                raise BackendError(f"an MCP server does not list its tools: {error}") from error
+                raise BackendError(f"an MCP server does not list its tools: {_why(error)}") from error
         for name, count in Counter(tool.tool_name for tool in tools).items():
             if count > 1:
                 raise BackendError(f"the MCP servers have several tools of the name {name}: give each server a prefix")
@@ -270,11 +272,11 @@ def _callable(tools: Sequence[MCPAgentTool]) -> list[MCPAgentTool]:
 
 
 def _why(error: BaseException) -> str:
-    """Return an error's text, or that of the first error in its group of tasks, whose own text says nothing."""
+    """Return an error's text, without credentials, or that of the first error in its group, whose own says nothing."""
     group: Any = error.__cause__
     while hasattr(group, "exceptions"):
         group = error = group.exceptions[0]
-    return str(error)
+    return without_credentials(str(error))
 
 
 async def _stop(client: MCPClient) -> None:

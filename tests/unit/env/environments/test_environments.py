@@ -302,6 +302,16 @@ async def test_the_reason_of_a_server_that_does_not_start_is_told(factory):
     assert "did not start: " in result.error and "TaskGroup" not in result.error
 
 
+async def test_the_reason_has_no_credentials(factory):
+    @contextlib.asynccontextmanager
+    async def refused():
+        raise ConnectionError("401 Unauthorized for url 'http://user:secret@host/sse'")
+        yield
+
+    result = await MCPEnvironment(factory("x"), clients=lambda: MCPClient(refused)).step(task("x"))
+    assert "for url 'http://host/sse'" in result.error
+
+
 async def test_server_that_does_not_start_is_an_infrastructure_error(factory):
     def clients():
         broken = StdioServerParameters(command="/does/not/exist")
