@@ -1316,6 +1316,13 @@ async def test_slime_can_round_a_reward_of_any_kind_of_number(value):
         assert round(made["score"], 1) == 1.0 and made["kind"] == "a"
 
 
+@pytest.mark.parametrize("other", [None, "not asked"])
+async def test_what_slime_does_not_read_of_a_reward_is_kept(other):
+    keyed = slime_args(reward_key="score", eval_reward_key="accuracy")
+    scored = {"score": np.float32(0.5), "accuracy": other}
+    assert await make_reward(lambda args, one: scored)(keyed, sample()) == {"score": 0.5, "accuracy": other}
+
+
 async def test_a_sample_without_ids_that_comes_twice_is_one_rollout():
     asked = []
     one = sample(rollout=None)

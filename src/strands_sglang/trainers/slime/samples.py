@@ -120,7 +120,8 @@ def plain_reward(args: Any, reward: Any) -> Any:
     if not isinstance(reward, Mapping):
         return as_number(reward)
     known = {getattr(args, name, None) for name in ("reward_key", "eval_reward_key")} & reward.keys()
-    return {**copy.deepcopy(reward), **{name: as_number(reward[name]) for name in known}}
+    numbers = {name: as_number(reward[name]) for name in known}  # NaN for what slime does not read now, such as None
+    return {**copy.deepcopy(reward), **{name: number for name, number in numbers.items() if not math.isnan(number)}}
 
 
 def usable_reward(args: Any, reward: Any, *, evaluation: bool = False) -> float | None:
