@@ -111,7 +111,8 @@ def _record(value: Any, fields: dict[str, Any], depth: int) -> dict[str, Any]:
 
 def _mapping(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
     # The `env` of a command, as of an MCP server, may contain secrets.
-    items = [item for item in value.items() if item[0] != "env" or "command" not in value]
+    is_command = "command" in value and isinstance(value.get("env"), Mapping)
+    items = [item for item in value.items() if not (is_command and item[0] == "env")]
     return {str(key): describe(item, depth + 1) for key, item in items[:_MAX_ITEMS]}
 
 

@@ -290,8 +290,8 @@ class Visitor(BaseAgent):
         """Hand over the environment, and wait."""
         if self.is_over:
             return
-        are_there = await has_tests(environment)
         self.left.clear()
+        are_there = await has_tests(environment)
         self.arrived.put_nowait((instruction, environment))
         await self.left.wait()
         self.is_alive = await leave(environment, are_there)
