@@ -122,6 +122,7 @@ class Recorder(HookProvider):
         trajectory: The episode's trajectory; None for models that record none.
         lost: Why the journal does not protect the episode any longer; None while it does.
         is_resumable: Whether the journal is the episode's own, and ends where the episode does.
+        user_has_spoken: Whether `next_user_message` may have changed the environment's state, which is not kept yet.
     """
 
     def __init__(self, journal: Journal, environment: Environment) -> None:
@@ -130,6 +131,7 @@ class Recorder(HookProvider):
         self.trajectory: Trajectory | None = None
         self.lost: JournalError | None = None
         self.is_resumable = True
+        self.user_has_spoken = False
         self._environment = environment
 
     def begin(self, attempt: int, action: Action, point: Checkpoint | None, hooks: EpisodeHooks) -> None:
@@ -145,7 +147,7 @@ class Recorder(HookProvider):
             JournalInUseError: Another one writes the journal.
             JournalError: It cannot be written, and must be.
         """
-        self.trajectory, self.lost, self.is_resumable = None, None, True
+        self.trajectory, self.lost, self.is_resumable, self.user_has_spoken = None, None, True, False
         self._began = time.monotonic()
         self._turns = TurnWriter(self._write_turn)
         self._hooks = hooks
@@ -165,7 +167,7 @@ class Recorder(HookProvider):
         self._write("writer", {"host": platform.node(), "process": os.getpid()}, {})
         self.check()
 
-    def check(self, event: Any = None) -> None:
+    def check(self) -> None:
         """End an episode that is not protected any longer, if it must be.
 
         Raises:
@@ -288,12 +290,18 @@ class Recorder(HookProvider):
     def register_hooks(self, registry: HookRegistry, **kwargs: Any) -> None:
         """Register after the hooks that decide about calls."""
         registry.add_callback(AgentInitializedEvent, self._know)
-        registry.add_callback(BeforeModelCallEvent, self.check)
+        registry.add_callback(BeforeModelCallEvent, self._before_model)
         registry.add_callback(BeforeToolCallEvent, self._before_tool, order=HookOrder.SDK_LAST)
         registry.add_callback(AfterToolCallEvent, self._after_tool, order=HookOrder.SDK_FIRST)
 
     def _know(self, event: AgentInitializedEvent) -> None:
         self._agent = event.agent
+
+    async def _before_model(self, event: BeforeModelCallEvent) -> None:
+        if self.user_has_spoken and self._environment.fork_points != "none":
+            await self.keep_state()  # with what the user said: one without the other would be said twice
+        self.user_has_spoken = False
+        self.check()
 
     def _before_tool(self, event: BeforeToolCallEvent) -> None:
         self.check()
@@ -321,6 +329,8 @@ class Recorder(HookProvider):
             return
         self._running.discard(use_id)
         data: dict[str, Any] = {"call": use_id, "result": encode_bytes_values(event.result)}
+        if event.invocation_state.get("request_state", {}).get("stop_event_loop"):
+            data["stops"] = True
         tensors: Mapping[str, Any] = {}
         if self._has_changed and not self._running:
             self._iterations += 1
@@ -370,6 +380,7 @@ class Checkpoint:
         counts: What the agent and its limiter have counted.
         state: The environment's own state.
         results: Results of the calls of the last message that have ended, by toolUseId.
+        has_stopped: Whether one of these calls ends the loop.
         returned: What earlier calls returned, by toolUseId, before hooks have changed or removed it.
         repeated: The calls that have ended since the state was kept, and that changed it, by toolUseId.
         asked_again: Answers to sub-agents in calls that had not ended: the calls run again, and ask again.
@@ -390,6 +401,7 @@ class Checkpoint:
     counts: Mapping[str, Any] = field(default_factory=dict)
     state: Any = None
     results: dict[str, ToolResult] = field(default_factory=dict)
+    has_stopped: bool = False
     returned: dict[str, ToolResult | None] = field(default_factory=dict)
     repeated: dict[str, ToolUse] = field(default_factory=dict)
     asked_again: list[Turn] = field(default_factory=list)
@@ -490,6 +502,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
     open_calls: dict[str, None] = {}
     uses: dict[str, ToolUse] = {}  # of all messages, also of those that a hook has removed
     repeated: dict[str, ToolUse] = {}
+    stopped: set[str] = set()
     unseen: int | None = None
     for at, entry in enumerate(entries[begin : end + 1], begin):
         data = entry.data
@@ -522,6 +535,8 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
         elif entry.kind == "result":
             point.results[data["call"]] = decode_bytes_values(data["result"])
             open_calls.pop(data["call"], None)
+            if data.get("stops"):
+                stopped.add(data["call"])
             call = begun_calls.get(data["call"])  # none of a pure one
             if call is not None and call["effect"] != "pure":
                 repeated[data["call"]] = {**uses[data["call"]], "name": call["name"]}
@@ -557,6 +572,7 @@ def checkpoint(journal: Journal, index: int | None = None) -> Checkpoint:
             )
     waiting = {use["toolUseId"] for use in tool_uses(point.messages)}  # a provider may use an id again
     point.results = {use_id: result for use_id, result in point.results.items() if use_id in waiting}
+    point.has_stopped = not stopped.isdisjoint(point.results)
     return point
 
 

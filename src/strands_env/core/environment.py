@@ -371,7 +371,8 @@ class Environment(Identified):
                 written, because a disk is full for example. By default it continues, with a warning.
             fork_points: When the environment's own state is kept in the journal, for
                 [`fork`][strands_env.core.Environment.fork] and `resume`: `"all"` after every iteration of tools that
-                may have changed it, an integer n after every n-th, `"none"` never after the start.
+                may have changed it, an integer n after every n-th, `"none"` never after the start. Except with
+                `"none"`, also with each message of `next_user_message`.
 
         Raises:
             ValueError: A limit, a timeout or `retries` is invalid.
@@ -835,6 +836,8 @@ class Environment(Identified):
         if episode.point is not None and episode.point.messages:
             messages = None
             tools_first = bool(tool_uses(agent.messages))
+            if episode.point.has_stopped:
+                state["request_state"] = {"stop_event_loop": True}
             if not tools_first:  # as if an invocation had ended here
                 last = agent.messages[-1]
                 stop_reason: Any = "limit_turns" if last["role"] == "user" else "end_turn"
@@ -861,6 +864,8 @@ class Environment(Identified):
     async def _next_user_message(self, episode: _Running, agent: Agent) -> str | None:
         if self.rerun is not None and type(self).next_user_message is not Environment.next_user_message:
             return self.rerun.next_user_message(agent.messages, episode.conversation.history_length)
+        if episode.recorder is not None:
+            episode.recorder.user_has_spoken = True
         with new_trajectory(agent.model):  # for a user that is the same model
             return cast("str | None", await invoke(self.next_user_message, episode.action, agent.messages))
 

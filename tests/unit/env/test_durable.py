@@ -935,3 +935,69 @@ def test_a_state_of_a_base_class_is_not_that_of_a_subclass_with_its_own_reset():
 
     assert "has a reset, but no save_state" in Further(None).restart_only
     assert Counter(None).restart_only is Whole(None).restart_only is Environment(None).restart_only is None
+
+
+class Listener(Counter):
+    """Its user remembers the answers that it has heard."""
+
+    async def reset(self):
+        self.heard = []
+
+    async def save_state(self):
+        return list(self.heard)
+
+    async def load_state(self, state):
+        self.heard = list(state)
+
+    async def next_user_message(self, action, messages):
+        self.heard.append(messages[-1]["content"][0]["text"])
+        return f"Heard {self.heard}." if len(self.heard) < 4 else None
+
+    def get_tools(self):
+        return []
+
+
+async def test_a_user_remembers_in_a_resumed_and_a_forked_episode_what_it_has_heard(tmp_path, dying):
+    def environment(folder):
+        scripted = ScriptedSGLang(TOKENIZER, lambda request: f"Answer {request.text.count('<|im_start|>assistant')}.")
+        model = SGLangModel(tokenizer=TOKENIZER, client=scripted.client())
+        return Listener(lambda: model, Contains(), journal=folder)
+
+    whole = await environment(tmp_path / "whole").step(ASK)
+    assert len(whole.observation.messages) == 8
+    for count in range(2, dying.writes):
+        with dying.at(count):
+            await environment(tmp_path / str(count)).step(ASK)
+        (resumed,) = await environment(tmp_path).resume(tmp_path / str(count))
+        assert facts_of(resumed) == facts_of(whole), count
+    for turn in range(4):
+        (forked,) = await environment(tmp_path / "forks").fork(whole, turn)
+        assert facts_of(forked)[3] == facts_of(whole)[3], turn
+
+
+async def test_a_tool_that_has_ended_the_episode_has_ended_it_when_a_judge_is_asked_again(tmp_path):
+    @tool(context=True)
+    def submit(answer: str, tool_context) -> str:
+        """Submit.
+
+        Args:
+            answer: The answer.
+        """
+        tool_context.invocation_state["request_state"]["stop_event_loop"] = True
+        return "submitted"
+
+    judge = Judge()
+    judge.error = RewardError("the judge refuses connections", is_infrastructure=True)
+
+    def environment():
+        env, scripted = counter(tmp_path, answers=lambda request: call("submit", answer="4"))
+        env.reward_fn, env.get_tools = judge, lambda: [submit]
+        return env, scripted
+
+    env, _ = environment()
+    first = await env.step(ASK)
+    judge.error = None
+    env, scripted = environment()
+    (resumed,) = await env.resume(tmp_path)
+    assert resumed.reward == RewardResult(reward=1.0) and not scripted.requests
+    assert facts_of(resumed)[2:] == facts_of(first)[2:]
