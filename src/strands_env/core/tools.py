@@ -56,6 +56,17 @@ class ContainedTool(AgentTool):
         self._tool = tool
         self._seconds = seconds
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Class of the wrapped tool: Strands asks for it, to end the loop with the answer of an agent, for example."""
+        return self.tool.__class__
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped tool."""
+        if name == "tool":  # a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.tool, name)
+
     @property
     @override
     def tool_name(self) -> str:

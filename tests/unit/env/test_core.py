@@ -1153,6 +1153,16 @@ async def test_tool_parameters_may_have_any_name() -> None:
     assert result.observation.messages[2]["content"][0]["toolResult"]["content"] == [{"text": "plotted sin"}]
 
 
+@pytest.mark.skipif("delegate" not in inspect.signature(Agent.as_tool).parameters, reason="a later version of Strands")
+@pytest.mark.parametrize("seconds", [None, 60])
+async def test_an_agent_to_which_a_task_is_delegated_ends_the_episode(seconds):
+    helper = Agent(model=ScriptedModel(["It is 425."]), name="helper", callback_handler=None)
+    model = ScriptedModel([[tool_use("1", "helper", input="25 * 17")], ANSWER])
+    env = CalculatorEnv(lambda: model, tools=[helper.as_tool(delegate=True)], tool_timeout=seconds)
+    result = await env.step(ASK)
+    assert len(model.calls) == 1 and result.observation.final_response == "It is 425."
+
+
 @pytest.mark.parametrize("place", ["reset", "cleanup", "compute_metrics", "reward"])
 async def test_blocking_code_times_out_and_blocks_no_other_step(place, monkeypatch):
     monkeypatch.setattr("strands_env.core.environment.RECANCEL_AFTER", 0.1)
