@@ -21,7 +21,7 @@ from typing_extensions import override
 from strands_sglang import TerminationReason
 
 from .core import Action, Environment, ModelFactory, StepResult
-from .core.supervision import maybe_await
+from .core.supervision import invoke, maybe_await
 
 Verdict = Literal["ok", "failed", "not tried"]
 MakeEnvironment = Callable[[ModelFactory, Action], Environment]
@@ -188,7 +188,7 @@ class _Check:
 
 def _call(name: str) -> Move:
     """Return a move that calls a method of the environment."""
-    return lambda environment: getattr(environment, name)()
+    return lambda environment: invoke(getattr(environment, name))
 
 
 def _shown(result: StepResult) -> str:

@@ -151,6 +151,31 @@ async def test_what_an_environment_does_not_have_is_not_tried():
     }
 
 
+class Plain(CalculatorEnvironment):
+    """Its methods are ordinary functions, and it keeps the answer itself."""
+
+    answer = ""
+
+    def solve(self):
+        self.answer = "42"
+
+    def plant_reward(self):
+        self.answer = "1"
+
+    async def compute(self, *, action, step_result):
+        return RewardResult(reward=float(self.answer == action.task_context.ground_truth))
+
+
+async def test_a_solution_may_be_an_ordinary_function():
+    def make(factory, action):
+        environment = Plain(factory)
+        environment.reward_fn = environment
+        return environment
+
+    findings = await check_environment(make, TASK)
+    assert {finding.verdict for finding in findings} == {"ok"}, findings
+
+
 class Broken(CalculatorEnvironment):
     async def reset(self):
         raise OSError("no disk")
