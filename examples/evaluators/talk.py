@@ -38,6 +38,10 @@ class Conversation(CalculatorEnvironment):
         self.user_models = user_models
         self.user: ActorSimulator | None = None
 
+    async def reset(self) -> None:
+        """Forget an attempt that failed. What the user remembers is in no journal: such an episode starts again."""
+        self.user = None
+
     def next_user_message(self, action: Action, messages: Any) -> str | None:
         """Return what the user answers; None ends the episode."""
         if self.user is None:

@@ -9,7 +9,7 @@ from strands_env.core import Action, TaskContext, TerminationReason
 from strands_env.core.models import sglang_model_factory
 from strands_sglang import SGLangClient
 from strands_sglang.credit import training_rows
-from strands_sglang.testing import ScriptedSGLang
+from strands_sglang.testing import ScriptedFault, ScriptedSGLang
 from support.agents import build_chatml_tokenizer, call
 from support.environments import CALL, Contains
 
@@ -59,6 +59,15 @@ async def test_the_user_answers_until_the_goal_is_reached():
     ]
     assert "Know 25 * 17." in user_server.requests[0].text and "Yes, I can." in user_server.requests[0].text
     assert result.observation.metrics["tool_calls"] == 1 and env.user.stop
+
+
+async def test_a_user_forgets_an_attempt_that_failed():
+    _, models = models_of(["I try.", ScriptedFault("drop"), *AGENT])
+    user_server, user_models = models_of([says("Please do."), *USER])
+    env = Conversation(models, Contains(), user_models=user_models, retries=1, retry_delay=0.01)
+    result = await env.step(TASK)
+    assert result.observation.metrics["attempts"] == 2 and result.reward.reward == 1.0
+    assert "I try." not in user_server.requests[1].text
 
 
 async def test_exactly_what_the_agent_sampled_is_trained():
