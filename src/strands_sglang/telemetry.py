@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 _meter = metrics.get_meter("strands_sglang")
 _requests = _meter.create_histogram(
-    "sglang.call.duration", unit="s", description="Seconds that the requests of a model call took, retries included"
+    "sglang.call.duration",
+    unit="s",
+    description="Seconds that the requests of a model call took, retries included",
+    explicit_bucket_boundaries_advisory=[0.01 * 2**i for i in range(17)],  # the default ones are for milliseconds
 )
 _tokens = _meter.create_counter("sglang.tokens", unit="{token}", description="Tokens of model calls, by type")
 _retries = _meter.create_counter("sglang.retries", unit="{retry}", description="Failed attempts that were repeated")

@@ -105,3 +105,17 @@ def test_a_call_that_fails_is_reported_with_its_error(chatml_tokenizer, seen):
     assert isinstance(raised.value, SGLangClientError) or raised.value.__cause__ is not None
     (span,) = of_calls()
     assert span.attributes["sglang.turn.status"] == "failed" and "500" in span.attributes["sglang.error"]
+
+
+def test_durations_of_seconds_fall_into_different_buckets(chatml_tokenizer, sdk):
+    _, points = sdk
+    server = ScriptedSGLang(chatml_tokenizer, ["4"])
+    make_agent(SGLangModel(tokenizer=chatml_tokenizer, client=server.client()))("2 + 2?")
+    metric = {
+        one.name: one
+        for resource in points.get_metrics_data().resource_metrics
+        for scope in resource.scope_metrics
+        for one in scope.metrics
+    }["sglang.call.duration"]
+    bounds = metric.data.data_points[0].explicit_bounds
+    assert sum(0.1 < bound < 5 for bound in bounds) >= 5 and bounds[-1] > 600
