@@ -268,7 +268,7 @@ def http_error(method: str, url: str, status: int, body: bytes, *, location: str
         return SGLangContextLengthError(message, status=status, body=text)
     if status in (429, 503):
         return SGLangThrottledError(message, status=status, body=text)
-    if status in NO_SUCH_ENDPOINT:
+    if status in NO_SUCH_ENDPOINT and not (status == 501 and text.startswith("{")):  # so a scripted server refuses
         message += "; no such endpoint: this is not an SGLang server, or base_url has a wrong host, port or path"
     elif 300 <= status < 400:
         message += f"; it redirects to {location}: pass the address of the server itself as base_url"

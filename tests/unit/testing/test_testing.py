@@ -152,6 +152,12 @@ async def test_exhausted_script_returns_501(make_server):
     assert server.running == []
 
 
+async def test_an_exhausted_script_is_not_called_another_kind_of_server(make_server):
+    with pytest.raises(SGLangHTTPError, match="all 0 answers are used up") as caught:
+        await make_server([]).client().generate(PROMPT)
+    assert "not an SGLang server" not in str(caught.value)
+
+
 async def test_error_in_an_answer_function_returns_501(make_server):
     def answer(request):
         raise ValueError("unexpected prompt")
