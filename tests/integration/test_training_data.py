@@ -271,6 +271,16 @@ async def test_logprobs_belong_to_the_recorded_tokens_and_tensors(model, tiny_vl
     assert torch.allclose(logprobs[trained], recorded[trained], atol=2e-3)
 
 
+async def test_prompt_logprobs_of_placeholders_are_unknown(model):
+    """The server scores ids of its own where an image is."""
+    model.update_config(return_prompt_logprobs=True)
+    await converse_about_images(model)
+    [sequence] = model.trajectory.sequences()
+    pad = model.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    unknown = [at for at, logprob in enumerate(sequence.logprobs) if logprob is None]
+    assert unknown == [0, *(at for at, token in enumerate(sequence.token_ids) if token == pad)]
+
+
 async def test_a_text_model_is_refused_before_anything_is_sent(tiny_server, tiny_vl_server):
     tokenizer = get_tokenizer(str(tiny_vl_server.model_path))
     requests = []

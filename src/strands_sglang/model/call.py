@@ -443,7 +443,7 @@ class ModelCall:
         images = self.turn.image_inputs()
         if self.images is not None and images:
             fields = {**fields, **self.images.request_fields([*self.turn.sent_ids(), *so_far], images)}
-        elif self.config.return_prompt_logprobs:  # the server has other ids for images
+        if self.config.return_prompt_logprobs:
             self._scored = [*self.turn.token_ids(), *so_far]
         began = time.monotonic()
         try:
@@ -486,6 +486,7 @@ class ModelCall:
             logprobs_expected=self.config.wants_logprobs,
             end_token_ids=self.template.stop_ids,
             prompt_ids=self._scored,
+            has_images=bool(self.turn.image_inputs()),
             vocab_size=len(self.template.tokenizer),
         )
         # When SGLang's model fails, it ends a request at a text that was neither requested nor sampled: for logits that

@@ -280,6 +280,7 @@ def read_generation(
     end_token_ids: Collection[int] = (),
     prompt_ids: Sequence[int] = (),
     vocab_size: int = 0,
+    has_images: bool = False,
 ) -> Generation:
     """Check a `/generate` response and type it.
 
@@ -288,6 +289,7 @@ def read_generation(
         logprobs_expected: Whether `return_logprob` was requested.
         end_token_ids: Tokens that end a turn, for servers that report "stop" without the token.
         prompt_ids: The prompt that prompt logprobs must be of; empty leaves them unchecked.
+        has_images: Whether prompt logprobs of other ids are unknown instead of an error.
         vocab_size: Number of token ids of the tokenizer.
 
     Raises:
@@ -327,7 +329,7 @@ def read_generation(
             cached_tokens=int(meta.get("cached_tokens") or 0),
             weight_version=_version(meta.get("weight_version")),
             weight_versions=_read_versions(meta, len(output_ids)),
-            prompt_logprobs=_read_prompt_logprobs(meta, prompt_ids, vocab_size),
+            prompt_logprobs=_read_prompt_logprobs(meta, prompt_ids, vocab_size, has_images),
             request_id=str(meta.get("id", "")),
             routed_experts=meta.get("routed_experts"),
             sampling_mask=None if masks is None else _read_sampling_mask(masks, output_ids),
@@ -350,16 +352,22 @@ def _version(version: Any) -> str | None:
     return version if version is None else str(version)
 
 
-def _read_prompt_logprobs(meta: Mapping[str, Any], prompt_ids: Sequence[int], vocab_size: int) -> array[float]:
+def _read_prompt_logprobs(
+    meta: Mapping[str, Any], prompt_ids: Sequence[int], vocab_size: int, has_images: bool
+) -> array[float]:
     entries = meta.get("input_token_logprobs") or []
-    for (_, token_id, *_), sent in zip(reversed(entries), reversed(prompt_ids), strict=False):
+    logprobs = array("d", [math.nan if entry[0] is None else entry[0] for entry in entries])
+    for back, ((_, token_id, *_), sent) in enumerate(zip(reversed(entries), reversed(prompt_ids), strict=False), 1):
         # SGLang reports 0 for the last id of the vocabulary, which may be padded.
-        if token_id != sent and (token_id != 0 or sent < vocab_size - 1):
+        if token_id == sent or (token_id == 0 and sent >= vocab_size - 1):
+            continue
+        if not has_images:
             raise SGLangDecodingError(
                 f"the server returned a prompt logprob of token {token_id!r} where {sent} was sent; a proxy changed "
                 "the prompt or the answer"
             )
-    return array("d", [math.nan if entry[0] is None else entry[0] for entry in entries])
+        logprobs[-back] = math.nan  # the server has ids of its own where an image is
+    return logprobs
 
 
 def _read_versions(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:

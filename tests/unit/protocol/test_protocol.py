@@ -111,15 +111,16 @@ def test_a_version_that_is_a_number_is_recorded_as_text():
 
 
 def test_prompt_logprobs_are_those_of_the_prompt():
-    def read(reported, vocab_size=100):
+    def read(reported, vocab_size=100, **facts):
         scored = response(meta={"input_token_logprobs": [[None, 5, None], [-0.5, reported, None]]})
-        return read_generation(scored, logprobs_expected=True, prompt_ids=[4, 5, 9], vocab_size=vocab_size)
+        return read_generation(scored, logprobs_expected=True, prompt_ids=[4, 5, 9], vocab_size=vocab_size, **facts)
 
     assert read(9).prompt_logprobs.tolist()[1] == -0.5
     for other in (5, 0, None, "9"):
         with pytest.raises(SGLangDecodingError, match=f"of token {other!r} where 9 was sent"):
             read(other)
     assert len(read(0, vocab_size=10).prompt_logprobs) == 2  # SGLang's id of the last one of the vocabulary
+    assert math.isnan(read(0, has_images=True).prompt_logprobs[1])  # SGLang's id of an image's placeholder
 
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63), 2**64 - 1)
