@@ -1,12 +1,15 @@
 """Images through real processors, tokenizers and chat templates."""
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 
 import pytest
 import torch
 from PIL import Image
 
-from strands_sglang import SGLangModel
+from strands_sglang import SGLangDeadlineError, SGLangModel
 from strands_sglang.messages import pictures_of, to_chat_messages
 from strands_sglang.messages.content import UnsupportedContentError
 from strands_sglang.templates.chat_template import ChatTemplate, SampledTurn
@@ -219,6 +222,29 @@ def test_an_image_loses_alpha_and_rotation_as_on_the_server():
     _, inputs = images.expand(template.encode(text), text, pictures_of(messages))
     grid = inputs.train_inputs["image_grid_thw"][0].tolist()
     assert grid[1] > grid[2]  # taller than wide
+
+
+async def test_the_wait_for_a_processor_ends_with_the_call_and_needs_no_thread_of_a_tool(monkeypatch):
+    processor = load_processor("gemma_3")
+    client = ScriptedSGLang(processor.tokenizer, []).client(deadline=0.5)
+    client.servers[0].takes_images = True
+    model = SGLangModel(tokenizer=processor.tokenizer, processor=processor, client=client)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    began, is_over = threading.Event(), threading.Event()
+    tool = asyncio.create_task(asyncio.to_thread(is_over.wait, 20))
+
+    def expand(*prompt):
+        began.set()
+        is_over.wait(20)
+
+    monkeypatch.setattr(model.images, "expand", expand)
+    try:
+        with pytest.raises(SGLangDeadlineError):
+            await anext(model.stream([user(image_block())]))
+        assert began.is_set()
+    finally:
+        is_over.set()
+        await tool
 
 
 def test_the_guides_snippets_run(tmp_path, monkeypatch):

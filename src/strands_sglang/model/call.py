@@ -63,7 +63,7 @@ from ..protocol.generation import (
 from ..reasons import Reason
 from ..telemetry import report_turn
 from ..templates.chat_template import ChatTemplate, Prompt, Reasoning, SampledTurn, UnprovenContinuationError
-from ..templates.image_tokens import ImageProcessor, check_prompt, require_image_understanding
+from ..templates.image_tokens import ImageInputs, ImageProcessor, check_prompt, require_image_understanding
 from ..tool_choice import GRAMMAR_PARAMETERS, UNCONSTRAINED, force_call
 from ..tool_parsers import ParsedTurn, ToolParser, ToolParseResult
 from ..trajectory import Caller, ParsedAnswer, Place
@@ -331,8 +331,7 @@ class ModelCall:
         if self.images is not None and prompt.pictures:
             if self.trajectory.source is None:
                 await self._cancellation.finish(require_image_understanding(self.client, prompt.pictures[0]))
-            expanded = asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.encoded, prompt.pictures)
-            prompt_ids, images = await expanded
+            prompt_ids, images = await self._cancellation.finish(_expanded(self.images, prompt))
         given = self.config.sampling_params
         if self.json_schema is not None:
             self._grammar = {**UNCONSTRAINED, "json_schema": self.json_schema}
@@ -626,7 +625,7 @@ class ModelCall:
             return counted
         if not prompt.pictures or self.images is None:
             return counted + len(prompt.token_ids)
-        expanded, _ = await asyncio.to_thread(self.images.expand, prompt.token_ids, prompt.encoded, prompt.pictures)
+        expanded, _ = await _expanded(self.images, prompt)
         return counted + len(expanded)
 
     def _counted_prompt(self) -> tuple[int, Prompt | None]:
@@ -809,6 +808,12 @@ async def encoded(messages: Messages, encode: Callable[[], T]) -> T:
     """
     # Not asyncio's own threads: those may all run tools.
     return await to_thread.run_sync(encode, abandon_on_cancel=True) if is_long(messages) else encode()
+
+
+async def _expanded(images: ImageProcessor, prompt: Prompt) -> tuple[list[int], ImageInputs | None]:
+    # Not asyncio's own threads: those may all run tools.
+    ids, encoded, pictures = prompt.token_ids, prompt.encoded, prompt.pictures
+    return await to_thread.run_sync(images.expand, ids, encoded, pictures, abandon_on_cancel=True)
 
 
 def _count_calls(messages: Messages) -> int:
