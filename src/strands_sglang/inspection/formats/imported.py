@@ -46,9 +46,11 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
     text = path.read_bytes()
     try:
         value = json.loads(text)
-        yield from (
-            ((f", entry {n}", entry) for n, entry in enumerate(value)) if isinstance(value, list) else [("", value)]
-        )
+        if not isinstance(value, list):
+            yield "", value
+            return
+        for number, entry in enumerate(value):
+            yield f", entry {number}", entry
         return
     except ValueError as error:
         if path.suffix != ".jsonl":

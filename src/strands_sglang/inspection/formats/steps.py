@@ -86,10 +86,8 @@ def _add_rows(episode: Inspected, rows: Sequence[tuple[int, TrainingRow]]) -> No
             steps = turns_of_row(row)
             episode.turns += [step.turn for step in steps]
         recorded.append(TokenSequence(steps, np.asarray(row.loss_mask, np.uint8), row, number))
-    episode.sequences = [
-        *recorded,
-        *(sequence for sequence in episode.derived if sequence.steps[-1].turn.index not in taken),
-    ]
+    derived = (sequence for sequence in episode.derived if sequence.steps[-1].turn.index not in taken)
+    episode.sequences = [*recorded, *derived]
     if not episode.has_trajectory:
         episode.trajectory = Trajectory.of_turns(episode.turns)
 
