@@ -492,7 +492,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         tell(f"strands-env: {unreached(error, arguments)}")
         return FAILED
     except Exception as error:  # code that is named on the command line may raise anything
-        raise UsageError(f"--env, --reward or --benchmark: {type(error).__name__}: {error}") from error
+        raise UsageError(raised_by_named_code(error)) from error
 
     async def run() -> Any:
         if model["backend"] == "sglang":  # results depend on the served weights; other backends name theirs
@@ -928,7 +928,12 @@ def named_code() -> Iterator[None]:
     except (ValueError, TypeError, OSError, ImportError):
         raise
     except Exception as error:
-        raise ValueError(f"--env, --reward or --benchmark: {type(error).__name__}: {error}") from error
+        raise ValueError(raised_by_named_code(error)) from error
+
+
+def raised_by_named_code(error: Exception) -> str:
+    """Name an error that no command expects, and the options whose code may have raised it."""
+    return f"--env, --reward or --benchmark: {type(error).__name__}: {error}"
 
 
 def check_names(arguments: argparse.Namespace) -> None:

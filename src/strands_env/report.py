@@ -394,7 +394,7 @@ def _pair(first: float, second: float) -> list[float | None]:
 
 def _outcomes(samples: Mapping[str, Sequence[EvalSample]]) -> Table:
     """How many samples have each outcome, and their share; for two evaluations also what moved."""
-    counts = [Counter(sample.step_result.termination_reason.value for sample in run) for run in samples.values()]
+    counts = [Counter(sample.step_result.termination_reason.value for sample in row) for row in samples.values()]
     totals = [max(1, sum(count.values())) for count in counts]
     names = sorted(dict.fromkeys(chain.from_iterable(counts)), key=lambda name: (-counts[0][name], name))
     moved = len(counts) == 2

@@ -370,7 +370,7 @@ def _files(folder: Path, split: str | None) -> list[Path]:
     }
     if not names:
         raise TaskError(f"{folder}: no data files; looked for {', '.join(_SUFFIXES)}")
-    present = [split for split, pattern in _SPLITS.items() if any(is_of(pattern, name) for name in names.values())]
+    present = [known for known, pattern in _SPLITS.items() if any(is_of(pattern, name) for name in names.values())]
     if split is None and len(present) > 1:
         raise TaskError(f"{folder} has the splits {', '.join(present)}: pass split={present[-1]}")
     if split is not None:
@@ -408,10 +408,9 @@ def _declared_files(folder: Path, split: str | None) -> list[Path] | None:
 
     try:
         header = metadata_load(card) or {}
-        named = {
-            str(config.get("config_name")): config for config in header.get("configs") or () if "data_files" in config
-        }
-        default = [name for name, config in named.items() if config.get("default") or len(named) == 1] or ["default"]
+        configs = [entry for entry in header.get("configs") or () if "data_files" in entry]
+        named = {str(entry.get("config_name")): entry for entry in configs}
+        default = [name for name, entry in named.items() if entry.get("default") or len(named) == 1] or ["default"]
         if not named:
             return None
         if default[0] not in named:

@@ -622,7 +622,7 @@ class ResultsReader:
         self._files = {side_file(file, ".failures.jsonl"): False, file: True}
         self._ends: dict[Path, int] = {}
         self._last: dict[Path, tuple[RecordPlace, bytes]] = {}  # the last complete record of each
-        self._samples: dict[Path, dict[str, EvalSample]] = {file: {} for file in self._files}
+        self._samples: dict[Path, dict[str, EvalSample]] = {path: {} for path in self._files}
         self._run: Run | None = None
 
     @property

@@ -589,7 +589,7 @@ def _configuration(first: tuple[Run, Results], second: tuple[Run, Results]) -> d
     facts = [flat(run.facts) for run, _ in (first, second)]
     if facts[0] == facts[1]:
         samples = [list(chain.from_iterable(results.values())) for _, results in (first, second)]
-        environments = [next((sample.environment for sample in run if sample.environment), None) for run in samples]
+        environments = [next((sample.environment for sample in row if sample.environment), None) for row in samples]
         if None not in environments:
             facts = [flat({"environment": environment}) for environment in environments]
     return {

@@ -191,21 +191,21 @@ async def has_tests(environment: BaseEnvironment) -> bool:
     return ran.return_code == 0
 
 
-async def leave(environment: BaseEnvironment, has_tests: bool) -> bool:
+async def leave(environment: BaseEnvironment, keeps_tests: bool) -> bool:
     """Remove what the agent wrote where Harbor grades: a reward, which Harbor 0.24 would read, and files in `/tests`.
 
     The verifier's tests would load such files: pytest does so with a `conftest.py`.
 
     Args:
         environment: The agent's environment.
-        has_tests: What `has_tests` returned before the agent began.
+        keeps_tests: Whether `/tests` stays: what `has_tests` returned before the agent began.
 
     Returns:
         Whether the environment answers; if it is only slow, that may be the agent's doing.
     """
     began = time.monotonic()
     try:
-        command = "rm -rf /logs/verifier/reward.txt /logs/verifier/reward.json" + ("" if has_tests else " /tests")
+        command = "rm -rf /logs/verifier/reward.txt /logs/verifier/reward.json" + ("" if keeps_tests else " /tests")
         await environment.exec(command, user="root", timeout_sec=LEAVE_S)
     except Exception:  # each environment has its own
         return time.monotonic() - began >= LEAVE_S

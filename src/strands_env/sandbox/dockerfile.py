@@ -223,9 +223,9 @@ def pairs(instruction: Instruction, variables: Mapping[str, str]) -> dict[str, s
 def ignores(text: str) -> Callable[[str, bool], bool]:
     """Return what tells whether `.dockerignore` leaves out a path of the context, which may be a folder."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    rules = [(not line.startswith("!"), _pattern(os.path.normpath(line.lstrip("! ")))) for line in lines if line != "."]
-    exceptions = [os.path.normpath(line.lstrip("! ")).lstrip("/") for line in lines if line.startswith("!")]
-    beginnings = [re.split(r"[*?[]", exception)[0] for exception in exceptions]
+    parts = [(not line.startswith("!"), os.path.normpath(line.lstrip("! "))) for line in lines if line != "."]
+    rules = [(leaves_out, _pattern(part)) for leaves_out, part in parts]
+    beginnings = [re.split(r"[*?[]", part.lstrip("/"))[0] for leaves_out, part in parts if not leaves_out]
 
     def is_ignored(path: str, is_folder: bool) -> bool:
         inside = f"{path}/"
