@@ -272,7 +272,7 @@ async def test_logprobs_belong_to_the_recorded_tokens_and_tensors(model, tiny_vl
 
 
 async def test_prompt_logprobs_of_placeholders_are_unknown(model):
-    """The server scores ids of its own where an image is."""
+    """In place of an image, the server scores other ids."""
     model.update_config(return_prompt_logprobs=True)
     await converse_about_images(model)
     [sequence] = model.trajectory.sequences()

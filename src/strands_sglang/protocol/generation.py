@@ -366,7 +366,7 @@ def _read_prompt_logprobs(
                 f"the server returned a prompt logprob of token {token_id!r} where {sent} was sent; a proxy changed "
                 "the prompt or the answer"
             )
-        logprobs[-back] = math.nan  # the server has ids of its own where an image is
+        logprobs[-back] = math.nan  # in place of an image, the server has other ids
     return logprobs
 
 
