@@ -337,6 +337,21 @@ async def test_mapped_files_in_memory_count_once(mode):
     assert ran.output == "done\n"
 
 
+async def test_files_in_shared_memory_may_vanish_while_they_are_counted(mode):
+    ran = await sandbox_in(mode).run(
+        program("""
+        import os, time
+        names = [f'/dev/shm/vanishing-{n}' for n in range(50)]
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            for name in names: open(name, 'w').close()
+            for name in names: os.unlink(name)
+        print('done')
+    """)
+    )
+    assert ran.output == "done\n"
+
+
 @as_another_user
 async def test_no_memory_exists_outside_processes_of_another_user(mode):
     # It would count neither for a process nor for a file, and shared segments outlive all processes.

@@ -61,11 +61,11 @@ class OtherUser(FirstProcess):
 
     def _elsewhere(self) -> Space:
         """Return what the programs' files in /dev/shm take, the one shared folder that they may write to."""
-        states = [os.lstat(path) for path in _shared_memory_of(self._uid)]
+        states = [state for _, state in _shared_memory_of(self._uid)]
         return Space(sum(state.st_blocks * 512 for state in states), len(states))
 
     def _empty_memory(self) -> None:
-        for path in _shared_memory_of(self._uid):
+        for path, _ in _shared_memory_of(self._uid):
             file_system.remove(path)
 
     def close(self) -> None:
@@ -74,8 +74,8 @@ class OtherUser(FirstProcess):
         self._empty_memory()
 
 
-def _shared_memory_of(uid: int) -> list[str]:
-    """Return the files of a program's user in /dev/shm, the one shared folder that it may write to."""
+def _shared_memory_of(uid: int) -> list[tuple[str, os.stat_result]]:
+    """Return the paths and states of a program's files in /dev/shm, which it may remove meanwhile."""
     found = []
     folders = [file_system.SHARED_MEMORY]
     while folders:
@@ -84,7 +84,7 @@ def _shared_memory_of(uid: int) -> list[str]:
                 with contextlib.suppress(OSError):
                     state = entry.stat(follow_symlinks=False)
                     if state.st_uid == uid:
-                        found.append(entry.path)
+                        found.append((entry.path, state))
                     elif stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_IXOTH:
                         folders.append(entry.path)
     return found
