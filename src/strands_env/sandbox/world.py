@@ -332,6 +332,8 @@ class World:
         if message is None:
             self._loop.remove_reader(self._control)
             self._fail(SandboxError("the world's first process ended: the machine may have run out of memory"))
+        elif "refused" in message and self._is_ready:
+            self._fail(SandboxError(f"the world's first process failed: {message['refused']}"))
         elif "refused" in message:
             self._fail(SandboxUnavailableError(f"this machine starts no world: {message['refused']}"))
         elif "number" in message:

@@ -541,6 +541,15 @@ async def test_a_first_process_that_is_killed_is_a_failure_of_the_machine(world)
         await world.execute("true")
 
 
+async def test_a_first_process_that_fails_later_does_not_say_that_the_machine_starts_no_world(world):
+    await world.execute("true")
+    first = next(pid for pid, command in running(os.getpid()).items() if "inside.starter" in command)
+    resource.prlimit(first, resource.RLIMIT_NOFILE, (0, 0))
+    with pytest.raises(SandboxError, match="the world's first process failed: .*Too many open files") as raised:
+        await world.execute("true")
+    assert type(raised.value) is SandboxError
+
+
 async def test_a_killed_starter_is_replaced():
     from support.processes import starters
 
