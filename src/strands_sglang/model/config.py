@@ -12,6 +12,7 @@ from typing import Any
 
 from ..client.client import checked_routing_key
 from ..json_values import plain
+from ..protocol.wire import check_stops
 from ..request_fields import REQUEST_FIELDS, check_sampling_mask, checked_fields
 
 RENDERING_ARGUMENTS = frozenset(
@@ -132,6 +133,7 @@ class ModelConfig:
         """Reject values that contradict each other or cannot work."""
         params = self.sampling_params
         check_sampling_mask(self.request_fields, params)
+        check_stops(params)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")

@@ -138,7 +138,8 @@ def encode_generate(
         vocab_size: See `encode_token_ids`.
 
     Raises:
-        ValueError: A token id is invalid, several samples or a stream are requested, or JSON cannot hold a value.
+        ValueError: A token id or what ends the answer is invalid, several samples or a stream are requested, or JSON
+            cannot hold a value.
     """
     if sampling_params is not None and not isinstance(sampling_params, Mapping):
         raise ValueError(
@@ -151,6 +152,7 @@ def encode_generate(
         )
     if fields.get("stream"):
         raise ValueError("stream=True: this client never streams; omit `stream`")
+    check_stops(sampling)
     rest = {**fields, "sampling_params": sampling, "stream": False}
     rest.pop("rid", None)
     try:
@@ -164,6 +166,35 @@ def encode_generate(
     first, *others = input_ids.pieces
     more = chain.from_iterable((b",", piece) for piece in others)
     return GenerateBody(b'"input_ids":[', first, *more, b"],", encoded[1:])
+
+
+def check_stops(sampling_params: Mapping[str, Any]) -> None:
+    """Check what ends an answer. SGLang 0.5.23 does not: it dies of some values, and answers HTTP 500 to others.
+
+    Args:
+        sampling_params: SGLang sampling parameters. Values of other types are left to the server.
+
+    Raises:
+        ValueError: A stop token is negative, a stop string is empty, or a pattern is invalid.
+    """
+    token_ids = sampling_params.get("stop_token_ids")
+    for token_id in token_ids if isinstance(token_ids, Iterable) else ():
+        if isinstance(token_id, int) and token_id < 0:
+            raise ValueError(f"sampling_params['stop_token_ids'] has {token_id}: token ids are ints from 0")
+    for name in ("stop", "stop_regex"):
+        given = sampling_params.get(name)
+        for text in given if isinstance(given, list | tuple) else [given]:
+            if text == "":
+                raise ValueError(f"sampling_params[{name!r}] has an empty text, which ends every answer at once")
+            if name == "stop_regex" and isinstance(text, str):
+                _check_pattern(text)
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"sampling_params['stop_regex'] has the invalid pattern {pattern!r}: {error}") from error
 
 
 class UnfitAnswerError(SGLangDecodingError):

@@ -214,9 +214,10 @@ async def test_vocabulary_of_a_call_overrides_the_clients():
         ({"sampling_params": [{}]}, "mapping"),
         ({"stream": True}, "never streams"),
         ({"extra": object()}, "JSON"),
+        ({"sampling_params": {"stop_token_ids": (-1,)}}, r"stop_token_ids'\] has -1"),
     ],
 )
-async def test_requests_for_several_answers_are_rejected(arguments, said):
+async def test_requests_that_no_server_should_get_are_rejected(arguments, said):
     server = scripted()
     with pytest.raises(ValueError, match=said):
         await client_to(server).generate([1], **arguments)
