@@ -627,6 +627,37 @@ def test_a_phone_shows_the_tokens_first_and_the_turns_on_demand(files, open_page
     assert page.get_by_label("Sequence", exact=True).input_value() == "1"
 
 
+def test_a_phone_shows_the_whole_list_of_sequences(files, open_page):
+    page = open_page(files / "jars.html", "#episode-3", size=(360, 740))
+    box = page.get_by_label("Sequence", exact=True).bounding_box()
+    assert box["x"] + box["width"] <= 360
+
+
+def test_a_phone_shows_long_words_whole(tmp_path, open_page):
+    lists = ("about", "tables", "plots", "columns", "facts", "evaluations", "states", "tasks")
+    report = {"name": "Report", "headline": "", "success_threshold": 1.0, "metrics": {}, "notes": ["word" * 40]}
+    page = render([written.group_of_jars()], [], report={**report, **{name: [] for name in lists}})
+    (tmp_path / "report.html").write_text(page, encoding="utf-8")
+    page = open_page(tmp_path / "report.html", size=(360, 740))
+    assert page.locator("main p", has_text="wordword").evaluate("one => one.scrollWidth <= one.clientWidth")
+
+
+def test_a_name_from_right_to_left_leaves_what_follows_in_its_place(tmp_path, open_page):
+    group = written.group_of_jars()
+    group.id = "\u0645\u0631\u062d\u0628\u0627"
+    (tmp_path / "page.html").write_text(render([group], []), encoding="utf-8")
+    page = open_page(tmp_path / "page.html", "#overview")
+    name, number = page.locator(".overview b", has_text=group.id).first.evaluate(
+        """name => {
+            const range = document.createRange();
+            range.setStart(name.nextSibling, 3);  // after the separator
+            range.setEnd(name.nextSibling, 4);
+            return [name.getBoundingClientRect().right, range.getBoundingClientRect().left];
+        }"""
+    )
+    assert name < number
+
+
 def test_light_and_dark_follow_the_system_and_the_button(files, open_page):
     colors = {}
     for scheme in ("light", "dark"):
