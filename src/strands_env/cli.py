@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 FAILED = terminal.FAILED
 WRONG_USAGE = terminal.WRONG_USAGE
-STOPPED = 130
+STOPPED = terminal.STOPPED
 
 OWN_REWARD = "env"
 """The environment brings its own."""
@@ -91,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "run pip install -e '.[env]' in a clone of this project"
         tell(f"strands-env: this command needs the extra `env` ({one_line(error)}): {hint}")
         return FAILED
+    except OSError as error:  # a folder that may not be entered, or a name that is too long
+        tell(f"strands-env: {one_line(error)}")
+        return WRONG_USAGE
     except (KeyboardInterrupt, asyncio.CancelledError):
         tell("strands-env: stopped")
         return STOPPED

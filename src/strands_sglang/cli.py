@@ -1,7 +1,8 @@
 """The command `strands-sglang`.
 
-Exit codes: 0 success, or stopped with Ctrl-C; 1 failure, `check` found something unproven, or `doctor` something wrong,
-or no tokens; 2 an option, or what it names, is wrong; 3 this machine cannot run SGLang; 141 no one reads the output.
+Exit codes: 0 success, or `serve` was stopped with Ctrl-C; 1 failure, `check` found something unproven, or `doctor`
+something wrong, or no tokens; 2 an option, or what it names, is wrong; 3 this machine cannot run SGLang; 130 stopped
+with Ctrl-C; 141 no one reads the output.
 Each subcommand is one function, which imports what it needs.
 """
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 FAILED = terminal.FAILED
 WRONG_USAGE = terminal.WRONG_USAGE
+STOPPED = terminal.STOPPED
 UNSUPPORTED = 3
 
 DEFAULT_PORT = 30000
@@ -53,6 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         tell(visible(str(error)))
         return WRONG_USAGE
+    except OSError as error:  # a folder that may not be entered, or a name that is too long
+        tell(visible(f"strands-sglang: {error}"))
+        return WRONG_USAGE
+    except KeyboardInterrupt:
+        tell("strands-sglang: stopped")
+        return STOPPED
 
 
 def build_parser() -> terminal.Parser:

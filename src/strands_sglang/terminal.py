@@ -28,6 +28,7 @@ from .shown import visible, without_credentials
 
 FAILED = 1
 WRONG_USAGE = 2
+STOPPED = 130
 NO_READER = 141
 """What a shell reports for a command that SIGPIPE ended."""
 

@@ -193,6 +193,34 @@ def test_help_names_the_subcommands(capsys):
     assert "serve" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["view", "doctor", "show"])
+def test_ctrl_c_is_one_line_and_not_a_sound_file(command, monkeypatch, capsys):
+    def interrupted(paths, tokenizer):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("strands_sglang.inspection.reading.read", interrupted)
+    assert cli.main([command, str(EPISODE)]) == 130
+    assert capsys.readouterr().err == "strands-sglang: stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (cli.main, ["doctor"]),
+        (cli.main, ["view"]),
+        (strands_env, ["report"]),
+        (strands_env, ["watch"]),
+        (strands_env, ["compare", "."]),
+        (strands_env, ["replay"]),
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_one_line(main, arguments, capsys):
+    """As in a folder of another user, but here also for root."""
+    assert main([*arguments, "long" * 100]) == 2
+    told = capsys.readouterr().err
+    assert "File name too long" in told and told.count("\n") == 1
+
+
 EPISODE = Path(__file__).parent.parent / "fixtures" / "0.5.0" / "trajectories" / "tool_loop.safetensors"
 
 

@@ -275,11 +275,11 @@ switches them off. Every command of `strands-env` needs the extra `env`, and `st
 
 | Exit code | `strands-sglang` | `strands-env` |
 |---|---|---|
-| 0 | success, or stopped with Ctrl-C | success, every sample is finished |
+| 0 | success, or `serve` was stopped with Ctrl-C | success, every sample is finished |
 | 1 | failure; something is unproven (`check`) or wrong (`doctor`) | samples were dropped, or the command failed |
 | 2 | an option, or what it names, is wrong | the same |
 | 3 | this machine cannot run SGLang | |
-| 130 | | stopped with Ctrl-C or SIGTERM; finished samples are kept |
+| 130 | stopped with Ctrl-C | stopped with Ctrl-C or SIGTERM; finished samples are kept |
 | 141 | no one reads the output | the same |
 """
 
