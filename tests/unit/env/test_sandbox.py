@@ -28,7 +28,7 @@ from strands_env.sandbox import (
 )
 from strands_env.sandbox.inside.members import OfUser
 from strands_env.sandbox.layers import users
-from support.processes import running
+from support.processes import has_ended, running
 
 SYSTEM_PYTHON = "/usr/bin/python3"  # on most machines, every user may run it
 SMALL = SandboxLimits(
@@ -105,7 +105,7 @@ def test_a_program_that_does_not_run_yet_is_not_ended(mode):
         os.read(go[0], 1)
         os._exit(7)
     os.read(became[0], 1)
-    OfUser(user, "/tmp").usage([pid], time.monotonic() + 60, 0)
+    OfUser(user, "/tmp", user + 1).usage([pid], time.monotonic() + 60, 0)
     os.write(go[1], b"+")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     for end in (*became, *go):
@@ -959,6 +959,40 @@ def test_namespaces_hold_without_privileges():
         ran = report["ran"]
         assert all("ended" in one for one in ran), ran
         assert ran[-2]["stdout"] in ("0 False 1\n", "65534 False 1\n") and ran[-1]["stdout"] == "True\n", ran
+
+
+@as_another_user
+def test_a_program_cannot_stop_who_ends_it(mode, monkeypatch):
+    first, count = users()
+    programs = OfUser(first + 1, "/tmp", first + count - 1)
+    reads, writes = os.pipe()
+    program = os.fork()
+    if program == 0:
+        os.setresuid(first + 1, first + 1, first + 1)
+        while True:
+            os.kill(-1, signal.SIGSTOP)
+            os.write(writes, b"+")
+    kill = os.kill
+
+    def late(pid, number):
+        for _ in range(3):  # at least one round of the program's began in between
+            os.read(reads, 1 << 16)
+        kill(pid, number)
+
+    ender = os.fork()
+    if ender == 0:
+        monkeypatch.setattr(os, "kill", late)
+        programs.kill()
+        os._exit(0)
+    try:
+        assert has_ended(ender)
+        assert not programs.pids()
+    finally:
+        for pid in (ender, program):
+            kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(reads)
+        os.close(writes)
 
 
 # --- resources shared with the machine ---

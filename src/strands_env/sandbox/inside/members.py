@@ -136,10 +136,11 @@ class OfNamespace(Members):
 class OfUser(Members):
     """All processes of a uid that no one else uses."""
 
-    def __init__(self, uid: int, folder: str) -> None:
-        """Set the uid, and the folder of its files."""
+    def __init__(self, uid: int, folder: str, ender: int) -> None:
+        """Set the uid, the folder of its files, and the uid of who ends them, of whom no program is."""
         super().__init__(folder)
         self.uid = uid
+        self._ender = ender
 
     def pids(self) -> list[int]:
         """Return the ids of the live processes."""
@@ -179,7 +180,8 @@ class OfUser(Members):
         helper = os.fork()
         if helper == 0:
             try:
-                os.setresuid(self.uid, self.uid, self.uid)
+                # Its effective user says whom it may signal, the other two who may signal it: no program may stop it.
+                os.setresuid(self._ender, self.uid, self._ender)
                 os.kill(-1, signal.SIGKILL)
             finally:
                 os._exit(0)

@@ -37,13 +37,14 @@ class OtherUser(FirstProcess):
         if kernel.landlock_version() < 1:
             raise OSError("the kernel has no Landlock")
         first, count = config["users"]
-        self._uid = first + count // 2 + os.getpid() % (count // 2)
+        ender = first + count - 1
+        self._uid = first + count // 2 + os.getpid() % (count // 2 - 1)
         folder = f"{config['layers'][0]}/u"
         os.chown(config["layers"][0], self._uid, self._uid)
         os.chown(folder, self._uid, self._uid)
         config["working_dir"] = os.path.realpath(folder)
         config["environment"].setdefault("TMPDIR", config["working_dir"])
-        self._programs = OfUser(self._uid, folder)
+        self._programs = OfUser(self._uid, folder, ender)
         return os.open(folder, os.O_RDONLY | os.O_DIRECTORY), self._programs
 
     def _confine(self, request: dict[str, Any]) -> str:
