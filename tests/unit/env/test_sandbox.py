@@ -24,6 +24,7 @@ from strands_env.sandbox import (
     PythonSandbox,
     SandboxLimits,
     SandboxUnavailableError,
+    World,
     available_modes,
 )
 from strands_env.sandbox.inside.members import OfUser
@@ -1050,6 +1051,25 @@ async def test_unix_sockets_of_the_machine_cannot_be_reached(mode, project):
     for server in served:
         with server, pytest.raises(BlockingIOError):
             server.accept() if server.type == socket.SOCK_STREAM else server.recv(1)
+
+
+@as_another_user
+async def test_a_link_leads_neither_to_a_file_of_the_machine_nor_to_a_new_one(mode, project):
+    secret, new = project / "secret", project / "new"
+    secret.write_text("of the owner")
+    secret.chmod(0o600)
+    async with World(limits=SMALL, mode=mode) as world:
+        await world.write("a/file", b"own")
+        assert await world.read("a/file") == b"own"
+        await world.execute(f"ln -s {secret} secret; ln -s {new} new")
+        with pytest.raises(PermissionError):
+            await world.read("secret")
+        with pytest.raises(PermissionError):
+            await world.write("new", b"of a program")
+        await world.put(secret, "copied/file")
+        assert (await world.execute("cat copied/*")).exit_code == 0
+        assert (await world.execute("true", script="new", stdin=b"of a program")).exit_code == 126
+    assert not new.exists()
 
 
 async def test_paths_may_contain_any_characters(mode, project, monkeypatch):

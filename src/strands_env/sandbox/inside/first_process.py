@@ -230,7 +230,8 @@ class FirstProcess:
             only_these(files)
             if request["do"] == "execute":
                 self._parent(request, len(files))
-            _file_operation(request, self._config["working_dir"], len(self._config["users"]) == 1)
+            request["is_only_user"] = len(self._config["users"]) == 1
+            _file_operation(request, self._config["working_dir"], self._leave_machine)
         for file in files:
             os.close(file)
         deadline = time.monotonic() + request["timeout_s"]
@@ -359,6 +360,7 @@ class FirstProcess:
         with contextlib.suppress(OSError):
             _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, the kernel ends this process first
         if request["path"] is not None:
+            self._leave_machine()
             os.chdir(self._config["working_dir"])
             _write_file(request)
         home = self._confine(request)
@@ -372,6 +374,9 @@ class FirstProcess:
             shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
             arguments = [shell, "-c", arguments]
         os.execvpe(arguments[0], arguments, environment)
+
+    def _leave_machine(self) -> None:
+        """Take away what is not of the world before a path is followed that programs may have changed: nothing."""
 
     def _confine(self, request: dict[str, Any]) -> str:
         """Take away what the program must not have, and become its user; return its home folder."""
@@ -450,11 +455,11 @@ def only_these(files: list[int]) -> None:
     os.closerange(len(files), MOST_DESCRIPTORS)
 
 
-def _file_operation(request: dict[str, Any], working_dir: str, is_only_user: bool) -> NoReturn:
+def _file_operation(request: dict[str, Any], working_dir: str, leave_machine: Callable[[], None]) -> NoReturn:
     """Do it with descriptor 0, and exit with 0 or with the number of the error."""
     code = errno.EIO
-    request["is_only_user"] = is_only_user
     try:
+        leave_machine()
         os.chdir(working_dir)
         OPERATIONS[request["do"]](request)
         code = 0
@@ -512,7 +517,8 @@ def _unpack(request: dict[str, Any]) -> None:
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     os.makedirs(folder, exist_ok=True)
     for each in missing:
-        os.chown(each, owner.uid, owner.gid)
+        if os.geteuid() == 0:  # in mode `uid`, all files are of the programs' user
+            os.chown(each, owner.uid, owner.gid)
     for archive, member in _members():
         if request["owner"] or request["is_only_user"]:
             member.uid, member.gid = owner.uid, owner.gid
