@@ -510,6 +510,20 @@ async def test_a_snapshot_that_the_kernel_could_not_mount_is_refused_and_the_wor
     assert (await world.execute("cat /tmp/file; grep -h sleep /proc/[0-9]*/comm")).stdout == b"kept\nsleep\n"
 
 
+IN_THE_WAY = [
+    "rm -rf /tmp; ln -s /nothing /tmp",
+    "rm -rf /var; echo > /var",
+    "rm -f /etc/resolv.conf; mkdir -p /etc/resolv.conf/folder",
+]
+
+
+@pytest.mark.parametrize("change", IN_THE_WAY)
+async def test_a_world_continues_after_a_snapshot_whatever_its_programs_have_put_anywhere(world, change):
+    await world.execute(change)
+    await world.snapshot()
+    assert (await world.execute("echo alive")).stdout == b"alive\n"
+
+
 async def test_many_snapshots_one_above_the_other(world):
     for number in range(40):
         await world.execute(f"echo {number} > /tmp/{number}; rm -f /tmp/{number - 2}")

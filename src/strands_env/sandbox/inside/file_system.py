@@ -73,8 +73,9 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
     kernel.mount("overlay", root, "overlay", 0, options)
     os.chdir(root)
     kernel.pivot_root()
+    # What programs have put at these paths before a snapshot is theirs to find out: the world starts.
     for name in (*FOLDERS, config["working_dir"]):
-        with contextlib.suppress(FileExistsError):  # no folder in this image; programs will find out
+        with contextlib.suppress(OSError):
             os.makedirs(f"/{name}", exist_ok=True)
     # While the old root is mounted, the kernel allows another /proc, and to bind from it.
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
@@ -89,14 +90,15 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
         _bind(path, opened)
     kernel.unmount_here()  # the old root
     for folder in FOR_ALL_USERS:
-        with contextlib.suppress(PermissionError):  # an image's folder of a user that this machine has not
+        with contextlib.suppress(OSError):  # also an image's folder of a user that this machine has not
             if stat.S_IMODE(os.stat(folder).st_mode) != 0o1777:
                 os.chmod(folder, 0o1777)
     if config["layers"][1:]:  # which may have another one
-        _replace("/etc/resolv.conf", config["files"]["/etc/resolv.conf"])
-        # Builders that mount their own leave an empty one.
-        if os.path.exists("/etc/hosts") and not os.path.getsize("/etc/hosts"):
-            _replace("/etc/hosts", config["files"]["/etc/hosts"])
+        with contextlib.suppress(OSError):
+            _replace("/etc/resolv.conf", config["files"]["/etc/resolv.conf"])
+            # Builders that mount their own leave an empty one.
+            if os.path.exists("/etc/hosts") and not os.path.getsize("/etc/hosts"):
+                _replace("/etc/hosts", config["files"]["/etc/hosts"])
     return upper
 
 
