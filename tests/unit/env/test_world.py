@@ -335,6 +335,14 @@ async def test_a_program_that_ends_or_stops_a_file_operation_makes_it_fail_as_an
         pass
 
 
+@pytest.mark.parametrize("what", ["mkfifo /etc/passwd", "ln -s /dev/zero /etc/passwd"])
+async def test_a_list_of_users_without_end_takes_no_time_and_no_memory(world, tmp_path, what):
+    (tmp_path / "file").write_text("given")
+    await world.execute(f"rm -f /etc/passwd; {what}")
+    await asyncio.wait_for(world.put(tmp_path / "file", "/new/file"), 30)
+    assert await world.read("/new/file") == b"given"
+
+
 async def test_a_file_of_twenty_gigabytes_is_not_read(world, tmp_path):
     async with World(limits=replace(SMALL, disk_bytes=1 << 40)) as large:
         await large.execute("truncate -s 20G /big")

@@ -434,11 +434,15 @@ def find_user(wanted: str) -> User:
 
 
 def _entries(path: str, fields: int) -> Iterator[list[str]]:
-    with contextlib.suppress(OSError), open(path, errors="replace") as lines:
-        for line in lines:
-            entry = line.rstrip("\n").split(":")
-            if len(entry) >= fields and entry[2].isdigit():
-                yield entry
+    text = ""
+    with contextlib.suppress(OSError):  # a program may have made it a link to a device without end, or a pipe
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(opened, "rb", buffering=0) as file:
+            text = (file.read(CHUNK) or b"").decode(errors="replace")
+    for line in text.split("\n"):
+        entry = line.split(":")
+        if len(entry) >= fields and entry[2].isdigit():
+            yield entry
 
 
 # --- files ---
