@@ -195,6 +195,16 @@ async def test_inodes_are_limited():
         assert (await world.execute(["python3", "-c", code])).ended == "disk"
 
 
+async def test_a_world_in_which_programs_took_too_much_of_the_disk_opens_no_more_files(world):
+    counts = set()
+    for _ in range(3):
+        assert (await world.execute(LIMITS["disk"])).ended == "disk"
+        await world.execute("rm -f /tmp/*")
+        first = next(pid for pid, command in running(os.getpid()).items() if "inside.starter" in command)
+        counts.add(len(os.listdir(f"/proc/{first}/fd")))
+    assert len(counts) == 1
+
+
 async def test_files_deeper_than_can_be_counted_are_too_much(world):
     deep = "import os\nfor _ in range(2100):\n    os.mkdir('d')\n    os.chdir('d')\n"
     fill = "for n in range(9): open(f'/tmp/{n}', 'wb').write(bytes(8 << 20))\nimport time; time.sleep(100)"

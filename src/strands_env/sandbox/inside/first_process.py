@@ -694,8 +694,9 @@ def _measured(folder: int) -> Iterator[Space]:
             if error.errno == errno.ENAMETOOLONG:  # what is so deep cannot be counted
                 yield ENDLESS
             continue
-        with os.scandir(opened) as entries:
-            for entry in entries:
+        with contextlib.ExitStack() as closing:  # also if no one asks for the rest
+            closing.callback(os.close, opened)
+            for entry in closing.enter_context(os.scandir(opened)):
                 with contextlib.suppress(OSError):
                     state = entry.stat(follow_symlinks=False)
                     if state.st_ino not in linked:
@@ -706,7 +707,6 @@ def _measured(folder: int) -> Iterator[Space]:
                 if entry.is_dir(follow_symlinks=False):
                     left.append((path, entry.name))
                 yield Space(size, files)
-        os.close(opened)
 
 
 def _loopback_up() -> None:
