@@ -502,6 +502,23 @@ async def test_buffers_of_sockets_count_as_memory(mode, kind):
 
 
 @in_namespaces
+async def test_a_tcp_socket_has_no_more_than_it_counts_for(mode):
+    ran = await sandbox_in(mode).run(
+        program("""
+        import socket
+        with socket.create_server(('127.0.0.1', 0)) as server:
+            ends = [socket.create_connection(server.getsockname()), server.accept()[0]]
+        ends[0].settimeout(0.5)
+        sent = 0
+        try:
+            while True: sent += ends[0].send(b'x' * 65536)
+        except TimeoutError: print(sent < 4 * 212_992)
+    """)
+    )
+    assert ran.output == "True\n"
+
+
+@in_namespaces
 async def test_sockets_in_transit_count_as_memory(mode):
     limits = SandboxLimits(wall_s=8, memory_bytes=48 << 20)
     ran = await sandbox_in(mode, limits).run(
@@ -1051,6 +1068,12 @@ async def test_unix_sockets_of_the_machine_cannot_be_reached(mode, project):
     for server in served:
         with server, pytest.raises(BlockingIOError):
             server.accept() if server.type == socket.SOCK_STREAM else server.recv(1)
+
+
+@in_namespaces
+async def test_the_host_of_a_virtual_machine_cannot_be_reached(mode):
+    ran = await sandbox_in(mode).run("import socket\nsocket.socket(socket.AF_VSOCK)")
+    assert "Address family not supported" in ran.output
 
 
 @as_another_user

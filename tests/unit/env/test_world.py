@@ -179,6 +179,7 @@ FASTER = {
     "its input": ("os.ftruncate(0, 1 << 20)", "PermissionError"),
     "the first process": ("os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))", "PermissionError"),
     "its priority": ("os.setpriority(os.PRIO_PROCESS, 1, 19)", "PermissionError"),
+    "time of who opens a file": ("libc.fcntl(os.open('/tmp/x', 66), 1024, 1), libc.fcntl(0, 3)", "-1 "),
 }
 
 

@@ -44,6 +44,7 @@ ROUNDS = 50  # most attempts to end a tree of processes
 CHUNK = 1 << 20
 MOST_DESCRIPTORS = 1 << 16
 ENTRIES_PER_CHECK = 20_000
+BUFFER_BYTES = 212_992  # most of a TCP socket for each direction, as a Unix socket's: the kernel's own are not counted
 INODE_BYTES = 1024  # of a file in memory, apart from its content
 # What Docker leaves to root, but CAP_NET_RAW, whose buffers are not counted: no CAP_SYS_ADMIN, CAP_NET_ADMIN, ...
 CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31})
@@ -180,7 +181,9 @@ class FirstProcess:
         if self._config["network"] != "host":
             _loopback_up()
         upper = file_system.build(self._config, shown)
+        buffers = [(f"net/ipv4/tcp_{kind}mem", f"4096 16384 {BUFFER_BYTES}") for kind in "rw"]
         for name, value in (
+            *(buffers if self._config["network"] != "host" else ()),
             ("user/max_user_namespaces", 0),  # nested, they would give all capabilities back
             ("kernel/shmall", self._limits["memory_bytes"] >> 12),
             ("kernel/msgmni", 32),

@@ -205,11 +205,13 @@ _THREAD, _FILES, _UNSHARE, _PUNCH_HOLE = 0x10000, 0x400, 2, 2  # flags of clone,
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCH = 0, 4  # offsets in struct seccomp_data
-_UNIX, _STREAM, _SEQPACKET, _KIND = 1, 1, 5, 0xF
-_SO_SNDBUF, _F_SETPIPE_SZ = 7, 1031
+_UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
+_STREAM, _SEQPACKET, _KIND = 1, 5, 0xF
+_SO_SNDBUF, _F_SETLEASE, _F_SETPIPE_SZ = 7, 1024, 1031
 _Line = tuple[int, int, int, int]
 _REFUSE: _Line = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
 _NO_ACCESS: _Line = (_RETURN, 0, 0, _ERRNO | errno.EACCES)
+_NO_FAMILY: _Line = (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)
 _ALLOWED: _Line = (_RETURN, 0, 0, _ALLOW)
 
 
@@ -229,7 +231,9 @@ def filter_for_world(fake_owners: bool) -> None:
         OSError: The kernel rejects the filter.
     """
     machine = _MACHINES[platform.machine()]
-    lines = [_refused(machine.denied)]
+    # Namespaces of a network do not contain all families: AF_VSOCK reaches the host of a virtual machine.
+    families = ((_EQUAL, 4, 0, _UNIX), (_EQUAL, 3, 0, _INET), (_EQUAL, 2, 0, _INET6), (_EQUAL, 1, 0, _NETLINK))
+    lines = [_refused(machine.denied), _call(machine.socket, _argument(0), *families, _NO_FAMILY)]
     if fake_owners:
         success: _Line = (_RETURN, 0, 0, _ERRNO)
         lines.append(chain.from_iterable(((_EQUAL, 0, 1, number), success) for number in machine.faked))
@@ -295,7 +299,8 @@ def _install(machine: SimpleNamespace, lines: Iterable[_Line]) -> None:
         ),
         *_call(_CLOSE_RANGE, _argument(2), (_ANY_BIT, 0, 1, _UNSHARE), _REFUSE),
         *_call(machine.fallocate, _argument(1), (_ANY_BIT, 1, 0, _PUNCH_HOLE), (_RETURN, 0, 0, _ERRNO | errno.ENOTSUP)),
-        *_call(machine.fcntl, _argument(1), (_EQUAL, 0, 1, _F_SETPIPE_SZ), _REFUSE),
+        # With a lease, who opens the file for the owner would wait for a minute.
+        *_call(machine.fcntl, _argument(1), (_EQUAL, 1, 0, _F_SETPIPE_SZ), (_EQUAL, 0, 1, _F_SETLEASE), _REFUSE),
         # Of another process, such as the one that watches.
         *_call(machine.prlimit, _argument(0), (_EQUAL, 1, 0, 0), _REFUSE),
         *lines,
