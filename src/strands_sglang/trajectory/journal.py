@@ -37,6 +37,7 @@ from .storage import (
     TrajectoryFileError,
     decode_turn,
     in_hex,
+    reading,
     turn_content,
     write_file,
 )
@@ -151,6 +152,9 @@ class Journal:
                 raise JournalInUseError(f"{self}: the journal is written by {writer}") from error
             entries = self.entries()
             file.truncate(entries[-1].end if entries else 0)
+        except OSError as error:  # such as a file system without locks
+            file.close()
+            raise JournalError(f"{self}: the journal cannot be opened: {error}") from error
         except BaseException:
             file.close()
             raise
@@ -171,15 +175,18 @@ class Journal:
         content = _encode(kind, data, tensors or {})
         self.open()
         assert self._file is not None
-        before = self._file.seek(0, io.SEEK_END)
-        if not before:
-            content = MAGIC + content
         try:
-            written = self._file.write(content)
-            if written != len(content):
-                raise OSError(f"{written} of {len(content)} bytes were written")
+            before = self._file.seek(0, io.SEEK_END)
+            if not before:
+                content = MAGIC + content
+            try:
+                written = self._file.write(content)
+                if written != len(content):
+                    raise OSError(f"{written} of {len(content)} bytes were written")
+            except OSError:
+                self._file.truncate(before)
+                raise
         except OSError as error:
-            self._file.truncate(before)
             raise JournalError(f"{self}: the journal cannot be written: {error}") from error
         self.end = before + written
 
@@ -238,13 +245,14 @@ def read_entries(content: bytes, name: str = "the journal") -> Iterator[Entry]:
         if zlib.crc32(body) != checksum:
             raise DamagedTrajectoryError(f"{name}: damaged: entry {number}, at byte {position}")
         offset = 4 + int.from_bytes(body[:4], "little")
-        kind, data, shapes = json.loads(zlib.decompress(body[4:offset]))
         tensors = {}
-        for tensor, dtype, shape in shapes:
-            count = int(np.prod(shape))
-            values = np.frombuffer(body, dtype, count, offset)
-            tensors[tensor] = values.reshape(shape)
-            offset += values.nbytes
+        with reading(f"{name}: entry {number}, at byte {position}"):
+            kind, data, shapes = json.loads(zlib.decompress(body[4:offset]))
+            for tensor, dtype, shape in shapes:
+                count = int(np.prod(shape))
+                values = np.frombuffer(body, dtype, count, offset)
+                tensors[tensor] = values.reshape(shape)
+                offset += values.nbytes
         yield Entry(kind, data, tensors, end)
         position, number = end, number + 1
 

@@ -1,9 +1,14 @@
 """Journals as files: what is read of torn, damaged, growing and foreign ones, and who may write."""
 
+import errno
+import fcntl
+import io
 import random
 import resource
+import struct
 import subprocess
 import sys
+import zlib
 from contextlib import contextmanager
 
 import numpy as np
@@ -71,6 +76,21 @@ def test_a_flipped_bit_in_an_entry_is_damage(tmp_path):
         Journal(path).entries()
 
 
+@pytest.mark.parametrize(
+    "description",
+    [b"5", b"\xff", b"[" * 100_000, b'["note", {}]', b'["note", {}, [["values", "O", [1]]]]'],
+)
+def test_an_entry_that_no_writer_writes_is_damage_whatever_its_checksum(tmp_path, description):
+    path = tmp_path / "a.journal"
+    packed = zlib.compress(description)
+    body = struct.pack("<I", len(packed)) + packed + bytes(8)
+    head = struct.pack("<II", len(body), zlib.crc32(body))
+    path.write_bytes(MAGIC + head + struct.pack("<I", zlib.crc32(head)) + body)
+    for use in (Journal(path).entries, Journal(path).open):
+        with pytest.raises(DamagedTrajectoryError, match=r"a\.journal: entry 0, at byte 25: damaged: "):
+            use()
+
+
 @pytest.mark.parametrize("content", [b"not a journal", MAGIC.replace(b"1", b"2"), b"\0" * 100])
 def test_another_file_or_version_is_named_and_left_alone(tmp_path, content):
     path = tmp_path / "a.journal"
@@ -125,6 +145,31 @@ def test_a_write_that_the_disk_cannot_hold_leaves_the_entries_before_it(tmp_path
     assert path.read_bytes() == content
     journal.append("note", {"text": "there is room again"})
     assert plain(journal.entries())[:-1] == plain(entries)
+
+
+@pytest.mark.parametrize("failing", [["flock"], ["seek"], ["write", "truncate"]])
+def test_whatever_the_file_system_refuses_is_an_error_of_the_journal(tmp_path, monkeypatch, failing):
+    path = tmp_path / "a.journal"
+    content, _ = written(path)
+
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    class Refusing(io.FileIO):
+        """Refuses once the journal is open, which truncates it."""
+
+        def truncate(self, size):
+            for name in failing:
+                setattr(self, name, refuse)
+            return super().truncate(size)
+
+    if failing == ["flock"]:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    else:
+        monkeypatch.setattr(io, "FileIO", Refusing)
+    with pytest.raises(JournalError, match=r"a\.journal: the journal cannot be .*No locks available"):
+        Journal(path).append("note", {})
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize("data", [{"a": object()}, {"a": {1, 2}}])
