@@ -150,22 +150,24 @@ def standard_metrics(
     ended = list(chain.from_iterable(results.values()))
     finished = sum(sample.is_finished for sample in ended)
     dropped = len(ended) - finished
+    unscored = finished - sum(len(row) for row in scored.values())
     metrics: dict[str, float] = {
         "prompts": float(len(results)),
         "samples": float(finished),
         "waiting_samples": float(len(results) * n - len(ended)),
         "dropped_samples": float(dropped),
         "errored_samples": float(sum(score.sample.reward is None for score in chain.from_iterable(scored.values()))),
-        "unscored_samples": float(finished - sum(len(row) for row in scored.values())),
+        "unscored_samples": float(unscored),
     }
     rewards = [[score.reward for score in row] for row in scored.values()]
     successes = [[score.is_success for score in row] for row in scored.values()]
     answers = [[answer_fn(score.sample) for score in row] for row in scored.values()]
-    # The metrics if the dropped samples had failed; empty if there are none.
+    # The metrics if the dropped samples had failed; empty if there are none, or without any reward.
+    has_worst = dropped and not unscored
     missing = [sum(not sample.is_finished for sample in samples) for samples in results.values()]
-    worst_successes = [row + [False] * gap for row, gap in zip(successes, missing, strict=True)] if dropped else []
-    worst_rewards = [row + [0.0] * gap for row, gap in zip(rewards, missing, strict=True)] if dropped else []
-    worst_answers = [row + [None] * gap for row, gap in zip(answers, missing, strict=True)] if dropped else []
+    worst_successes = [row + [False] * gap for row, gap in zip(successes, missing, strict=True)] if has_worst else []
+    worst_rewards = [row + [0.0] * gap for row, gap in zip(rewards, missing, strict=True)] if has_worst else []
+    worst_answers = [row + [None] * gap for row, gap in zip(answers, missing, strict=True)] if has_worst else []
 
     def add(
         name: str, values: Sequence[float], worst: Sequence[float], *, scale: tuple[float, float] = (0.0, 1.0)
