@@ -573,11 +573,10 @@ class Environment(Identified):
             return [await self._resume(Journal(path))]
         results = []
         for file in sorted(path.glob("*.journal")):
-            if not file.stat().st_size:  # its process died before an episode began
-                continue
             try:
-                results.append(await self._resume(Journal(file)))
-            except (JournalError, TrajectoryFileError) as error:
+                if file.stat().st_size:  # else its process died before an episode began
+                    results.append(await self._resume(Journal(file)))
+            except (JournalError, TrajectoryFileError, FileNotFoundError) as error:  # or acknowledged meanwhile
                 logger.warning("error=<%s> | a journal is left as it is", error)
         return results
 
@@ -638,7 +637,7 @@ class Environment(Identified):
         """Read where an episode of this environment continues; see `checkpoint`."""
         try:
             point = checkpoint(journal, turn)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, TrajectoryFileError):
                 raise
             raise JournalError(f"{journal}: the journal holds no episode of an environment: {error!r:.200}") from error
@@ -656,10 +655,13 @@ class Environment(Identified):
         return point
 
     def _new_journal(self, content: bytes = b"") -> Journal | None:
-        """Return the journal of the next episode.
+        """Return the journal of the next episode; None if it has none.
 
         Args:
             content: Content to begin with, of the episode that it continues.
+
+        Raises:
+            JournalError: It cannot be written, and must be; or its file holds an episode.
         """
         if self.journal is None:
             return None
@@ -670,7 +672,13 @@ class Environment(Identified):
             return Journal(self.journal)
         journal = Journal((self.journal.parent if is_file else self.journal) / f"{uuid.uuid4().hex}.journal")
         if content:
-            journal.begin_with(content)
+            try:
+                journal.begin_with(content)
+            except JournalError as error:
+                if self.journal_required:
+                    raise
+                logger.warning("error=<%s> | this episode is not protected by a journal", error)
+                return None
         return journal
 
     async def _run(self, action: Action, journal: Journal | None, point: Checkpoint | None) -> StepResult:
@@ -771,7 +779,7 @@ class Environment(Identified):
             try:
                 await invoke(self.load_state, point.state)
             except Exception as error:
-                raise JournalError(f"the environment's state cannot be restored: {_format_error(error)}") from error
+                raise JournalError(f"the environment's state cannot be restored: {format_error(error)}") from error
         elif recorder is not None:  # the process may have died before it was kept
             await recorder.keep_state()
         await take_turn()
@@ -884,7 +892,7 @@ class Environment(Identified):
         observation = Observation(messages=messages[episode.conversation.history_length :])
         result = StepResult(observation=observation, termination_reason=reason)
         if isinstance(end, BaseException) and OUTCOMES[reason].reward is not RewardRule.COMPUTED:
-            result.error = _format_error(end)
+            result.error = format_error(end)
             if reason is TerminationReason.AGENT_ERROR and self.rerun is None:
                 logger.warning("the agent's own code failed", exc_info=end)
         elif reason is TerminationReason.AGENT_ERROR:
@@ -908,7 +916,7 @@ class Environment(Identified):
                 result.termination_reason = TerminationReason.CANCELLED
             else:
                 logger.warning("compute_metrics failed", exc_info=True)
-                result.error = result.error or f"compute_metrics: {_format_error(error)}"
+                result.error = result.error or f"compute_metrics: {format_error(error)}"
         return result
 
     async def _clean_up(self, episode: _Running) -> None:
@@ -1018,9 +1026,9 @@ async def _add_reward(
             result.termination_reason = TerminationReason.CANCELLED
         else:
             logger.warning("the reward function failed", exc_info=True)
-            result.reward_error = _format_error(error)
+            result.reward_error = format_error(error)
             result.reward_error_is_infrastructure = isinstance(error, RewardError) and error.is_infrastructure
-        result.error = f"reward function: {_format_error(error)}"
+        result.error = f"reward function: {format_error(error)}"
     result.observation.metrics["reward_seconds"] = time.monotonic() - began
 
 
@@ -1065,7 +1073,7 @@ def _silent_server(episode: _Running) -> Outage | None:
     return silent[episode.model.client.base_url] if is_gone else None
 
 
-def _format_error(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Format an exception as `Type: message`, without Strands' wrapper."""
     inner = getattr(error, "original_exception", None) or error
     try:

@@ -25,7 +25,7 @@ from strands_sglang import (
 )
 
 from ..core import Action, Environment, Observation, StepResult
-from ..core.environment import read_conversation
+from ..core.environment import format_error, read_conversation
 from ..core.identity import describe
 from ..core.supervision import maybe_await
 from .checkpoint import Prompt, journal_file, with_finite_reward
@@ -238,8 +238,4 @@ def failed(error: BaseException) -> StepResult:
         or OUTCOMES[reason].reward.value == "computed"
     ):
         reason = TerminationReason.AGENT_ERROR
-    return StepResult(
-        observation=Observation(),
-        termination_reason=reason,
-        error=f"{type(error).__name__}: {error}".removesuffix(": "),
-    )
+    return StepResult(observation=Observation(), termination_reason=reason, error=format_error(error))

@@ -532,6 +532,23 @@ async def test_an_episode_continues_on_a_full_disk_and_says_once_that_it_is_not_
     assert await environment.resume(tmp_path) == []
 
 
+async def test_a_fork_continues_on_a_full_disk_unless_it_must_be_protected(tmp_path, caplog):
+    environment, _ = counter(tmp_path / "kept")
+    whole = await environment.step(ASK)
+    for is_required in (False, True):
+        environment, _ = counter(tmp_path / "full", journal_required=is_required)
+        with largest_file(10):
+            if is_required:
+                with pytest.raises(JournalError, match="the journal cannot be written"):
+                    await environment.fork(whole, turn=2)
+            else:
+                (fork,) = await environment.fork(whole, turn=2)
+    assert (fork.termination_reason, fork.reward.reward) == (TerminationReason.TASK_COMPLETE, 1.0)
+    assert tokens_of(fork) == tokens_of(whole) and fork.journal is None
+    assert sum("not protected" in record.message for record in caplog.records) == 1
+    assert not list((tmp_path / "full").iterdir())
+
+
 async def test_an_episode_that_must_be_protected_ends_on_a_full_disk(tmp_path):
     for size in (10, 4000):
         environment, _ = counter(tmp_path / str(size), journal_required=True)
@@ -916,6 +933,7 @@ async def test_the_result_of_an_ended_episode_is_as_it_was(tmp_path):
 async def test_a_folder_is_resumed_around_journals_that_cannot_be(tmp_path, dying, caplog):
     path = await killed_at(6, tmp_path, dying)
     (tmp_path / "0.journal").write_bytes(b"something else")
+    (tmp_path / "1.journal").symlink_to("acknowledged meanwhile")
     environment, _ = counter(tmp_path)
     (result,) = await environment.resume(tmp_path)
     assert result.journal.path == path and "a journal is left as it is" in caplog.text
