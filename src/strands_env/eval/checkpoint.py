@@ -732,7 +732,7 @@ class RecordPlace:
 
 
 class CheckpointError(Exception):
-    """A results file cannot be used or written. Samples that were reported as finished are on disk."""
+    """A results file cannot be used or written. Samples reported as finished are on disk, unless it was removed."""
 
 
 class CheckpointFile:
@@ -762,6 +762,9 @@ class CheckpointFile:
             raise CheckpointError(f"{self.path}: {error.strerror}") from error
         try:
             self._end = self._repair()
+        except OSError as error:
+            os.close(self._fd)
+            raise CheckpointError(f"{self.path}: {error.strerror}") from error
         except BaseException:
             os.close(self._fd)
             raise
@@ -835,6 +838,8 @@ class CheckpointFile:
         outcomes = [self._failure or self._put(line) for line in lines]
         try:
             os.fsync(self._fd)
+            if not os.fstat(self._fd).st_nlink and not self.path.exists():  # writing to it still succeeds
+                raise FileNotFoundError(errno.ENOENT, "removed while it was written")
         except OSError as error:
             failure = self._fail(error, start)
             outcomes = [failure if isinstance(outcome, RecordPlace) else outcome for outcome in outcomes]
@@ -861,9 +866,10 @@ class CheckpointFile:
             os.ftruncate(self._fd, end)
         self._end = end
         reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
-        self._failure = CheckpointError(
-            f"{self.path}: {reason}; every result reported as finished is kept, run again to resume"
-        )
+        kept = "every result reported as finished is kept, run again to resume"
+        if isinstance(error, FileNotFoundError):
+            kept = "its results are lost, run again"
+        self._failure = CheckpointError(f"{self.path}: {reason}; {kept}")
         self._failure.__cause__ = error
         return self._failure
 

@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -514,6 +515,19 @@ async def test_full_disk_keeps_the_records_that_fit(tmp_path, monkeypatch):
     assert path.read_bytes() == record(0) + record(1)
 
 
+async def test_full_disk_on_which_no_record_can_be_repaired_is_a_clear_error(tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(record(1)[:-1])  # only its newline is missing
+
+    def full(fd, data, offset):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"r\.jsonl: No space left on device"):
+        CheckpointFile(path)
+    assert path.read_bytes() == record(1)[:-1]
+
+
 async def test_lost_record_of_a_cancelled_caller_is_logged(tmp_path, monkeypatch, caplog):
     path, fsync = tmp_path / "r.jsonl", os.fsync
     file = CheckpointFile(path)
@@ -880,6 +894,15 @@ async def no_sandbox(action):
     raise RuntimeError("no sandbox")
 
 
+class NoTextError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+async def no_text(action):
+    raise NoTextError
+
+
 SPOKEN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
 
@@ -887,12 +910,13 @@ SPOKEN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "y
     ("factory", "message", "told"),
     [
         (no_sandbox, "?", "RuntimeError: no sandbox"),
+        (no_text, "?", "NoTextError"),
         (lambda action: None, "?", "TypeError: the environment factory returned None: it must return an environment"),
         (lambda action: Hanging(lambda: None, Contains(), episode_timeout=0.1), "?", "longer than 0.1 seconds"),
         (lambda action: Nameless(), "?", "RuntimeError: no such reward model"),
         (lambda action: Environment(lambda: None, Contains()), SPOKEN, "must have the role user"),
     ],
-    ids=["no environment", "none", "a reset that hangs", "no identity", "an invalid task"],
+    ids=["no environment", "an error without a text", "none", "a reset that hangs", "no identity", "an invalid task"],
 )
 async def test_sample_whose_model_was_never_called_is_dropped(tmp_path, factory, message, told):
     """It counted as a wrong answer."""
@@ -1002,6 +1026,17 @@ async def test_full_disk_ends_the_run_and_a_later_run_resumes(tmp_path, monkeypa
     stub = StubEnvironment()
     await evaluator(stub, output_path=path).run(tasks(40))
     assert len(stub.episodes) == 40 - kept and len(pairs(path)) == 40
+
+
+async def test_removed_results_end_the_run(tmp_path):
+    def play(action):
+        if action.task_context.id == "t2":
+            shutil.rmtree(tmp_path / "results")
+        return step_result()
+
+    run = evaluator(StubEnvironment(play), max_concurrency=1, output_path=tmp_path / "results").run
+    with pytest.raises(CheckpointError, match="removed while it was written; its results are lost, run again"):
+        await run(tasks(4))
 
 
 async def test_unsynced_results_are_reported_and_run_again(tmp_path, monkeypatch):
@@ -1284,6 +1319,13 @@ def test_dropped_samples_are_reported_for_each_metric():
     assert metrics["pass^2_if_dropped_failed"] == 0.5
     assert metrics["avg@2_if_dropped_failed"] == 0.75
     assert metrics["majority@2_if_dropped_failed"] == 1.0  # in b there is no other vote
+
+
+def test_dropped_samples_would_not_have_failed_where_nothing_is_rewarded():
+    results = {"a": [sample(None), sample(None, finished=False)]}
+    metrics = standard_metrics(results, n_samples_per_prompt=2)
+    assert (metrics["unscored_samples"], metrics["dropped_samples"]) == (1, 1)
+    assert not [name for name in metrics if "if_dropped_failed" in name]
 
 
 def test_error_is_never_better_than_a_wrong_answer():
