@@ -324,10 +324,11 @@ async def test_mapped_files_in_memory_count_once(mode):
     ran = await sandbox_in(mode, limits).run(
         program("""
         import mmap, os, time
+        name = f'/dev/shm/held-{os.getpid()}'
         for is_deleted in (False, True):
-            with open('/dev/shm/held', 'w+b') as file:
+            with open(name, 'w+b') as file:
                 file.truncate(180 << 20)
-                if is_deleted: os.unlink('/dev/shm/held')
+                if is_deleted: os.unlink(name)
                 held = mmap.mmap(file.fileno(), 0)
                 for place in range(0, len(held), 4096): held[place] = 1
             time.sleep(0.3)
@@ -342,7 +343,7 @@ async def test_files_in_shared_memory_may_vanish_while_they_are_counted(mode):
     ran = await sandbox_in(mode).run(
         program("""
         import os, time
-        names = [f'/dev/shm/vanishing-{n}' for n in range(50)]
+        names = [f'/dev/shm/vanishing-{os.getpid()}-{n}' for n in range(50)]
         end = time.monotonic() + 1.5
         while time.monotonic() < end:
             for name in names: open(name, 'w').close()
@@ -446,16 +447,16 @@ async def test_files_in_shared_memory_count_and_are_removed(mode):
         import os
         for folder in ('/dev/shm', {str(shared)!r}):
             if os.path.exists(folder):
-                open(f'{{folder}}/strands-env-sandbox-left', 'w').close()
+                open(f'{{folder}}/{shared.name}-left', 'w').close()
         print('written')
         while True:
-            with open('/dev/shm/strands-env-sandbox-big', 'ab') as f: f.write(b'x' * (1 << 20))
+            with open('/dev/shm/{shared.name}-big', 'ab') as f: f.write(b'x' * (1 << 20))
     """)
     try:
         ran = await sandbox_in(mode).run(code)
         assert ran.output.startswith("written\n")
         assert ran.ended == "memory" or "No space left" in ran.output or "File too large" in ran.output
-        assert not list(Path("/dev/shm").glob("**/strands-env-sandbox-*"))
+        assert not [*shared.iterdir(), *Path("/dev/shm").glob(f"{shared.name}-*")]
     finally:
         shutil.rmtree(shared)
 
@@ -1042,7 +1043,7 @@ async def test_nothing_is_left_in_world_writable_folders(mode):
 async def test_unix_sockets_of_the_machine_cannot_be_reached(mode, project):
     import socket
 
-    paths = ["\0test-sandbox-stream", "\0test-sandbox-datagram", str(project / "s"), str(project / "d")]
+    paths = [f"\0{project}/stream", f"\0{project}/datagram", str(project / "s"), str(project / "d")]
     served = [socket.socket(socket.AF_UNIX, kind) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM)] * 2
     served[2:] = [socket.socket(socket.AF_UNIX, kind) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM)]
     for path, server in zip(paths, served, strict=True):
