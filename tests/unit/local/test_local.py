@@ -454,10 +454,16 @@ def test_quiet_command_shows_its_output_only_on_failure(capfd):
     assert "line 0\n" not in str(caught.value)
 
 
-def test_long_waits_report_their_seconds(monkeypatch):
+def test_long_waits_report_their_seconds(monkeypatch, tmp_path):
+    def progress(line):
+        lines.append(line)
+        if len(lines) == 2:
+            reported.touch()
+
     monkeypatch.setattr("strands_sglang.local.process.HEARTBEAT", 0.05)
-    lines = []
-    run_quietly([sys.executable, "-c", "import time; time.sleep(0.2)"], "working", progress=lines.append)
+    lines, reported = [], tmp_path / "reported"
+    waits = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
+    run_quietly([sys.executable, "-c", waits, reported], "working", progress=progress)
     assert lines[0] == "working"
     assert re.fullmatch(r"  \.\.\. \d+ s", lines[1])
 
