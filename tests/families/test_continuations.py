@@ -27,6 +27,7 @@ from strands_sglang.templates.chat_template import (
     assistant_turn,
 )
 from strands_sglang.templates.encoder import get_encoder
+from support.cpu_time import on_this_machine
 from support.families import FAMILIES, load_tokenizer
 
 CASES = (
@@ -301,7 +302,8 @@ def test_the_self_check_costs_at_most_50_ms_in_every_family():
                     break
     finally:
         gc.enable()
-    assert {family: cost for family, cost in costs.items() if cost > 0.050} == {}
+    limit = on_this_machine(0.050)
+    assert {family: cost for family, cost in costs.items() if cost > limit} == {}
 
 
 def name_of(family):

@@ -1,12 +1,9 @@
 """A megabyte of hostile text costs every parser about a second of CPU time, or less."""
 
-import gc
-import time
-from collections.abc import Callable
-
 import pytest
 
 from strands_sglang.tool_parsers import HermesToolParser, QwenXMLToolParser, ToolParser, ToolParseResult
+from support.cpu_time import cpu_seconds, write_a_million_numbers
 
 MEGABYTE = 1 << 20
 
@@ -79,21 +76,6 @@ class OwnToolParser(ToolParser):
 
     def parse(self, text: str) -> list[ToolParseResult]:  # type: ignore[override]
         return []
-
-
-def cpu_seconds(work: Callable[[], object]) -> float:
-    gc.disable()  # as in timeit: a collection visits everything that other tests have loaded
-    try:
-        begin = time.process_time()
-        work()
-        return time.process_time() - begin
-    finally:
-        gc.enable()
-
-
-def write_a_million_numbers() -> None:
-    for number in range(1_000_000):
-        str(number)
 
 
 def assert_cheap(parser: ToolParser, text: str, *, reasoning_open: bool = False) -> None:
