@@ -854,7 +854,7 @@ def test_the_steps_and_plots_are_as_many_as_fit_the_terminal(tmp_path, monkeypat
     shown = []
     for columns, rows in ((40, 15), (60, 20), (80, 24), (80, 40)):
         size = os.terminal_size((columns, rows))
-        monkeypatch.setattr(shutil, "get_terminal_size", lambda *fallback, size=size: size)
+        monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, size=size, **fallback: size)
         monkeypatch.setattr("strands_sglang.terminal.width", lambda columns=columns: columns)
         text = look(folder).lines
         console = Console(file=io.StringIO(), width=columns, height=rows)
