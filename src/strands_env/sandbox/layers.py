@@ -64,7 +64,7 @@ def users() -> tuple[int, ...]:
 
     Root's worlds have users who own nothing outside, so that not even their root is a user of this machine. In a
     container, they are the upper half of what it has. The first half is for worlds in namespaces, the second for those
-    without. Others can only use themselves.
+    without, and its last user ends programs of all the others. Others can only use themselves.
     """
     with open("/proc/self/uid_map") as lines:
         ranges = [(int(first), int(count)) for first, _, count in (line.split() for line in lines)]

@@ -424,7 +424,8 @@ class World:
             is_merged: Whether stdout gets both outputs, in the order in which they were written.
             privileges: Whether root may act as root, for example to change owners; otherwise no program can become
                 another user.
-            script: File of root that gets `stdin` before the program starts, such as the source that it runs.
+            script: File that gets `stdin` before the program starts, such as the source that it runs. It is root's, in
+                mode `uid` the programs' user's.
 
         Raises:
             SandboxError: The world is not running, or does not answer.
@@ -595,8 +596,10 @@ class World:
             keep_programs: Whether programs continue; then the layer is copied, which takes as long as its size demands.
 
         Raises:
-            SandboxError: The world is not running, or a program runs that would be ended.
+            SandboxError: The world is not running, or a program runs that would be ended; or its mode is `uid`.
         """
+        if self._mode == "uid":
+            raise SandboxError("a world of mode uid has no snapshots: it has one folder and no layers")
         if keep_programs:
             copy = await in_thread(new_layer)
             target = os.open(copy.path / "u", os.O_RDONLY | os.O_DIRECTORY)

@@ -22,6 +22,7 @@ import strands_env.sandbox
 from strands_env.sandbox import (
     MODES,
     PythonSandbox,
+    SandboxError,
     SandboxLimits,
     SandboxUnavailableError,
     World,
@@ -509,6 +510,8 @@ async def test_a_tcp_socket_has_no_more_than_it_counts_for(mode):
         import socket
         with socket.create_server(('127.0.0.1', 0)) as server:
             ends = [socket.create_connection(server.getsockname()), server.accept()[0]]
+        ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        ends[1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
         ends[0].settimeout(0.5)
         sent = 0
         try:
@@ -1073,8 +1076,18 @@ async def test_unix_sockets_of_the_machine_cannot_be_reached(mode, project):
 
 @in_namespaces
 async def test_the_host_of_a_virtual_machine_cannot_be_reached(mode):
-    ran = await sandbox_in(mode).run("import socket\nsocket.socket(socket.AF_VSOCK)")
-    assert "Address family not supported" in ran.output
+    for family in ("AF_VSOCK", "AF_PACKET"):  # the latter exists in every kernel
+        ran = await sandbox_in(mode).run(f"import socket\nsocket.socket(socket.{family})")
+        assert "Address family not supported" in ran.output
+
+
+@as_another_user
+async def test_a_world_without_namespaces_has_no_snapshots(mode):
+    async with World(limits=SMALL, mode=mode) as world:
+        await world.write("file", b"own")
+        with pytest.raises(SandboxError, match="no snapshots"):
+            await world.snapshot()
+        assert await world.read("file") == b"own"
 
 
 @as_another_user

@@ -24,6 +24,7 @@ import pytest
 import strands_env
 from strands_env.sandbox import (
     WORLD_LIMITS,
+    Image,
     SandboxError,
     World,
     available_modes,
@@ -347,11 +348,25 @@ async def test_a_program_that_ends_or_stops_a_file_operation_makes_it_fail_as_an
 
 
 @pytest.mark.parametrize("what", ["mkfifo /etc/passwd", "ln -s /dev/zero /etc/passwd"])
-async def test_a_list_of_users_without_end_takes_no_time_and_no_memory(world, tmp_path, what):
+async def test_a_list_of_users_without_end_takes_no_time(world, tmp_path, what):
     (tmp_path / "file").write_text("given")
     await world.execute(f"rm -f /etc/passwd; {what}")
     await asyncio.wait_for(world.put(tmp_path / "file", "/new/file"), 30)
     assert await world.read("/new/file") == b"given"
+
+
+@pytest.mark.parametrize("change", ["rm -rf $PWD", "rm -rf $PWD; echo > $PWD"])
+async def test_files_are_reached_without_the_working_folder(tmp_path, change):
+    (tmp_path / "file").write_text("given")
+    async with World(replace(Image(), working_dir="/app"), limits=SMALL) as world:
+        await world.execute(change)
+        await world.put(tmp_path / "file", "/tests/file")
+        await world.write("/tests/other", b"written")
+        assert await world.read("/tests/file") == b"given"
+        await world.get("/tests", tmp_path / "out")
+        assert (tmp_path / "out" / "other").read_bytes() == b"written"
+        with pytest.raises(OSError):
+            await world.read("file")
 
 
 async def test_a_file_of_twenty_gigabytes_is_not_read(world, tmp_path):

@@ -44,7 +44,7 @@ ROUNDS = 50  # most attempts to end a tree of processes
 CHUNK = 1 << 20
 MOST_DESCRIPTORS = 1 << 16
 ENTRIES_PER_CHECK = 20_000
-BUFFER_BYTES = 212_992  # most of a TCP socket for each direction, as a Unix socket's: the kernel's own are not counted
+BUFFER_BYTES = 212_992  # of a TCP socket for each direction, as of a Unix socket: it would grow beyond what is counted
 INODE_BYTES = 1024  # of a file in memory, apart from its content
 # What Docker leaves to root, but CAP_NET_RAW, whose buffers are not counted: no CAP_SYS_ADMIN, CAP_NET_ADMIN, ...
 CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31})
@@ -231,10 +231,12 @@ class FirstProcess:
             if request["do"] in ("copy", "pack_layer"):
                 files.append(self._disk.upper)
             only_these(files)
+            if request["path"] is not None:  # an absolute one needs no working folder, which a program may have removed
+                request["path"] = os.path.join(self._config["working_dir"], request["path"])
             if request["do"] == "execute":
                 self._parent(request, len(files))
             request["is_only_user"] = len(self._config["users"]) == 1
-            _file_operation(request, self._config["working_dir"], self._leave_machine)
+            _file_operation(request, self._leave_machine)
         for file in files:
             os.close(file)
         deadline = time.monotonic() + request["timeout_s"]
@@ -364,7 +366,6 @@ class FirstProcess:
             _write("/proc/self/oom_score_adj", "1000")  # if memory runs out, the kernel ends this process first
         if request["path"] is not None:
             self._leave_machine()
-            os.chdir(self._config["working_dir"])
             _write_file(request)
         home = self._confine(request)
         watchers = len(self._running) + 2 if os.getuid() == 0 else 0  # the kernel counts them with root's programs
@@ -462,12 +463,11 @@ def only_these(files: list[int]) -> None:
     os.closerange(len(files), MOST_DESCRIPTORS)
 
 
-def _file_operation(request: dict[str, Any], working_dir: str, leave_machine: Callable[[], None]) -> NoReturn:
+def _file_operation(request: dict[str, Any], leave_machine: Callable[[], None]) -> NoReturn:
     """Do it with descriptor 0, and exit with 0 or with the number of the error."""
     code = errno.EIO
     try:
         leave_machine()
-        os.chdir(working_dir)
         OPERATIONS[request["do"]](request)
         code = 0
     except OSError as error:
@@ -498,7 +498,7 @@ def _read(request: dict[str, Any]) -> None:
 def _write_file(request: dict[str, Any]) -> None:
     path = request["path"]
     try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, path) from None
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
@@ -520,7 +520,7 @@ def _unpack(request: dict[str, Any]) -> None:
     target = request["path"]
     owner = find_user("root" if request["is_only_user"] else request["owner"] or "root")
     is_there = os.path.isdir(target)
-    folder = Path(os.path.dirname(target) or ".")
+    folder = Path(os.path.dirname(target))
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     os.makedirs(folder, exist_ok=True)
     for each in missing:
@@ -539,7 +539,7 @@ def _unpack(request: dict[str, Any]) -> None:
         path = os.path.join(into, member.name)
         if os.path.lexists(path) and not member.isdir() and not _is_folder(path):
             os.unlink(path)
-        archive.extract(member, into or ".", numeric_owner=True)
+        archive.extract(member, into, numeric_owner=True)
 
 
 def _unpack_layer(request: dict[str, Any]) -> None:

@@ -207,11 +207,13 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCH = 0, 4  # offsets in struct seccomp_data
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _STREAM, _SEQPACKET, _KIND = 1, 5, 0xF
-_SO_SNDBUF, _F_SETLEASE, _F_SETPIPE_SZ = 7, 1024, 1031
+_SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF = 1, 7, 8
+_F_SETLEASE, _F_SETPIPE_SZ, _F_SETDELEG = 1024, 1031, 1040
 _Line = tuple[int, int, int, int]
 _REFUSE: _Line = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
 _NO_ACCESS: _Line = (_RETURN, 0, 0, _ERRNO | errno.EACCES)
 _NO_FAMILY: _Line = (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)
+_SUCCESS: _Line = (_RETURN, 0, 0, _ERRNO)  # without doing it
 _ALLOWED: _Line = (_RETURN, 0, 0, _ALLOW)
 
 
@@ -233,14 +235,20 @@ def filter_for_world(fake_owners: bool) -> None:
     machine = _MACHINES[platform.machine()]
     # Namespaces of a network do not contain all families: AF_VSOCK reaches the host of a virtual machine.
     families = ((_EQUAL, 4, 0, _UNIX), (_EQUAL, 3, 0, _INET), (_EQUAL, 2, 0, _INET6), (_EQUAL, 1, 0, _NETLINK))
-    lines = [_refused(machine.denied), _call(machine.socket, _argument(0), *families, _NO_FAMILY)]
+    is_buffer = (_argument(2), (_EQUAL, 1, 0, _SO_SNDBUF), (_EQUAL, 0, 1, _SO_RCVBUF))
+    lines = [
+        _refused(machine.denied),
+        _call(machine.socket, _argument(0), *families, _NO_FAMILY),
+        _call(machine.socketpair, _argument(0), (_EQUAL, 1, 0, _UNIX), _NO_FAMILY),
+        # Buffers keep the size that is counted.
+        _call(machine.setsockopt, _argument(1), (_EQUAL, 0, 4, _SOL_SOCKET), *is_buffer, _SUCCESS),
+    ]
     if fake_owners:
-        success: _Line = (_RETURN, 0, 0, _ERRNO)
-        lines.append(chain.from_iterable(((_EQUAL, 0, 1, number), success) for number in machine.faked))
+        lines.append(chain.from_iterable(((_EQUAL, 0, 1, number), _SUCCESS) for number in machine.faked))
         for number, argument in machine.make_node:
             kind = (_AND, 0, 0, 0o170000)
             lines.append(
-                _call(number, _argument(argument), kind, (_EQUAL, 1, 0, 0o020000), (_EQUAL, 0, 1, 0o060000), success)
+                _call(number, _argument(argument), kind, (_EQUAL, 1, 0, 0o020000), (_EQUAL, 0, 1, 0o060000), _SUCCESS)
             )
     _install(machine, chain.from_iterable(lines))
 
@@ -300,7 +308,14 @@ def _install(machine: SimpleNamespace, lines: Iterable[_Line]) -> None:
         *_call(_CLOSE_RANGE, _argument(2), (_ANY_BIT, 0, 1, _UNSHARE), _REFUSE),
         *_call(machine.fallocate, _argument(1), (_ANY_BIT, 1, 0, _PUNCH_HOLE), (_RETURN, 0, 0, _ERRNO | errno.ENOTSUP)),
         # With a lease, who opens the file for the owner would wait for a minute.
-        *_call(machine.fcntl, _argument(1), (_EQUAL, 1, 0, _F_SETPIPE_SZ), (_EQUAL, 0, 1, _F_SETLEASE), _REFUSE),
+        *_call(
+            machine.fcntl,
+            _argument(1),
+            (_EQUAL, 2, 0, _F_SETPIPE_SZ),
+            (_EQUAL, 1, 0, _F_SETLEASE),
+            (_EQUAL, 0, 1, _F_SETDELEG),
+            _REFUSE,
+        ),
         # Of another process, such as the one that watches.
         *_call(machine.prlimit, _argument(0), (_EQUAL, 1, 0, 0), _REFUSE),
         *lines,

@@ -181,6 +181,7 @@ class OfUser(Members):
         if helper == 0:
             try:
                 # Its effective user says whom it may signal, the other two who may signal it: no program may stop it.
+                # Another world's may end it, since all have this user: `kill` tries again.
                 os.setresuid(self._ender, self.uid, self._ender)
                 os.kill(-1, signal.SIGKILL)
             finally:
