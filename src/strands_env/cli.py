@@ -91,9 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "run pip install -e '.[env]' in a clone of this project"
         tell(f"strands-env: this command needs the extra `env` ({one_line(error)}): {hint}")
         return FAILED
-    except OSError as error:  # a folder that may not be entered, or a name that is too long
-        tell(f"strands-env: {one_line(error)}")
-        return WRONG_USAGE
     except (KeyboardInterrupt, asyncio.CancelledError):
         tell("strands-env: stopped")
         return STOPPED
@@ -713,8 +710,9 @@ def replay_episodes(arguments: argparse.Namespace) -> int:
 
     makes_page = writes_page(arguments)
     for file in arguments.files:
-        if not Path(file).exists():
-            raise UsageError(f"{file}: no such file or folder")
+        with _looking():
+            if not Path(file).exists():
+                raise UsageError(f"{file}: no such file or folder")
     logging.getLogger("strands").setLevel(logging.CRITICAL)
     logging.getLogger("strands_env.core").setLevel(logging.CRITICAL)  # the report says it
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
@@ -821,15 +819,25 @@ def reading(*folders: str) -> Iterator[None]:
     try:
         with waiting(f"reading {' and '.join(folders)}"):
             yield
-    except (CheckpointError, ValueError, ImportError) as error:
+    except (CheckpointError, OSError, ValueError, ImportError) as error:
         raise UsageError(error) from error
 
 
+@contextlib.contextmanager
+def _looking() -> Iterator[None]:
+    """Report a path that cannot be looked at: in a folder that may not be entered, or with too long a name."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(error) from error
+
+
+@_looking()
 def evaluation_in(folder: str) -> str:
     """Return a folder, or the only results file in it and the folders in it, if it is not that of an evaluation.
 
     Raises:
-        UsageError: There are several; the message names them.
+        UsageError: There are several, which the message names; or it cannot be looked at.
     """
     from .eval.checkpoint import results_file, side_file
 
@@ -847,6 +855,7 @@ def evaluation_in(folder: str) -> str:
     return found[0] if found else folder
 
 
+@_looking()
 def run_in(folder: str) -> str:
     """Return a folder if it is that of a training run; else what `evaluation_in` returns."""
     from .watch import open_run

@@ -55,9 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         tell(visible(str(error)))
         return WRONG_USAGE
-    except OSError as error:  # a folder that may not be entered, or a name that is too long
-        tell(visible(f"strands-sglang: {error}"))
-        return WRONG_USAGE
     except KeyboardInterrupt:
         tell("strands-sglang: stopped")
         return STOPPED
@@ -244,7 +241,7 @@ def inspect(arguments: argparse.Namespace) -> int:
             if path not in arguments.files:
                 tell(f"reading {path}")
         return int(arguments.look(arguments, groups))
-    except UnreadableError as error:
+    except (OSError, UnreadableError) as error:  # in a folder that may not be entered, or with too long a name
         raise UsageError(error) from error
 
 
