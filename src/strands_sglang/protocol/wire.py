@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Integral
 from typing import Any
 
 import orjson
@@ -175,11 +176,11 @@ def check_stops(sampling_params: Mapping[str, Any]) -> None:
         sampling_params: SGLang sampling parameters. Values of other types are left to the server.
 
     Raises:
-        ValueError: A stop token is negative, a stop string is empty, or a pattern is invalid.
+        ValueError: A stop token is negative, a stop string is empty, or a pattern is invalid for this Python.
     """
     token_ids = sampling_params.get("stop_token_ids")
     for token_id in token_ids if isinstance(token_ids, Iterable) else ():
-        if isinstance(token_id, int) and token_id < 0:
+        if isinstance(token_id, Integral) and int(token_id) < 0:
             raise ValueError(f"sampling_params['stop_token_ids'] has {token_id}: token ids are ints from 0")
     for name in ("stop", "stop_regex"):
         given = sampling_params.get(name)
@@ -193,7 +194,7 @@ def check_stops(sampling_params: Mapping[str, Any]) -> None:
 def _check_pattern(pattern: str) -> None:
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"sampling_params['stop_regex'] has the invalid pattern {pattern!r}: {error}") from error
 
 

@@ -22,6 +22,7 @@ from email.utils import formatdate
 
 import anyio
 import httpx
+import numpy as np
 import pytest
 import respx
 import transformers
@@ -215,6 +216,8 @@ async def test_vocabulary_of_a_call_overrides_the_clients():
         ({"stream": True}, "never streams"),
         ({"extra": object()}, "JSON"),
         ({"sampling_params": {"stop_token_ids": (-1,)}}, r"stop_token_ids'\] has -1"),
+        ({"sampling_params": {"stop_token_ids": np.array([5, -1])}}, r"stop_token_ids'\] has -1"),
+        ({"sampling_params": {"stop_regex": "a{99999999999999999999}"}}, "the invalid pattern"),
     ],
 )
 async def test_requests_that_no_server_should_get_are_rejected(arguments, said):
