@@ -574,9 +574,13 @@ class Environment(Identified):
         results = []
         for file in sorted(path.glob("*.journal")):
             try:
-                if file.stat().st_size:  # else its process died before an episode began
-                    results.append(await self._resume(Journal(file)))
-            except (JournalError, TrajectoryFileError, FileNotFoundError) as error:  # or acknowledged meanwhile
+                if not file.stat().st_size:  # its process died before an episode began
+                    continue
+            except FileNotFoundError:  # another process has acknowledged it
+                continue
+            try:
+                results.append(await self._resume(Journal(file)))
+            except (JournalError, TrajectoryFileError) as error:
                 logger.warning("error=<%s> | a journal is left as it is", error)
         return results
 
@@ -596,7 +600,8 @@ class Environment(Identified):
             The continuations; each is a complete episode.
 
         Raises:
-            JournalError: The episode cannot be continued from there; says why.
+            JournalError: The episode cannot be continued from there; says why. Or its journal cannot be written, and
+                must be.
             TrajectoryFileError: The journal is damaged, or has an unknown version.
             OSError: It cannot be read.
             ValueError: `k` is less than 1.

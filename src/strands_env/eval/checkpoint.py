@@ -732,7 +732,7 @@ class RecordPlace:
 
 
 class CheckpointError(Exception):
-    """A results file cannot be used or written. Samples reported as finished are on disk, unless it was removed."""
+    """A results file cannot be used. What was reported as finished is on disk, unless the file was removed."""
 
 
 class CheckpointFile:
@@ -838,7 +838,7 @@ class CheckpointFile:
         outcomes = [self._failure or self._put(line) for line in lines]
         try:
             os.fsync(self._fd)
-            if not os.fstat(self._fd).st_nlink and not self.path.exists():  # writing to it still succeeds
+            if self._is_removed():  # writing to it still succeeds
                 raise FileNotFoundError(errno.ENOENT, "removed while it was written")
         except OSError as error:
             failure = self._fail(error, start)
@@ -860,6 +860,15 @@ class CheckpointFile:
         self._end += len(record)
         return RecordPlace(self.path, start, len(record))
 
+    def _is_removed(self) -> bool:
+        opened = os.fstat(self._fd)
+        if opened.st_nlink:
+            return False
+        try:
+            return not os.path.samestat(opened, os.stat(self.path))  # some file systems count no links
+        except FileNotFoundError:
+            return True
+
     def _fail(self, error: OSError, end: int) -> CheckpointError:
         """Truncate the file at a byte, and refuse further records."""
         with contextlib.suppress(OSError):
@@ -867,7 +876,7 @@ class CheckpointFile:
         self._end = end
         reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
         kept = "every result reported as finished is kept, run again to resume"
-        if isinstance(error, FileNotFoundError):
+        if error.errno in (errno.ENOENT, errno.ESTALE):
             kept = "its results are lost, run again"
         self._failure = CheckpointError(f"{self.path}: {reason}; {kept}")
         self._failure.__cause__ = error

@@ -118,7 +118,7 @@ def standard_metrics(
     - `pass@4_low` and `pass@4_high`: its 95% confidence interval over prompts; only with two prompts or more.
     - `pass@4_prompts` and `pass@4_dropped_prompts`: how many prompts it uses, and how many have too few samples for it.
     - `pass@4_if_dropped_failed`: its value if every dropped sample had failed with reward 0; only if samples were
-      dropped. If it is far from the value, the value says little.
+      dropped, and the finished ones have rewards. If it is far from the value, the value says little.
     - `pass@4_if_dropped_failed_prompts`: how many prompts that uses: also those with enough samples only if the dropped
       ones count.
 
@@ -162,7 +162,7 @@ def standard_metrics(
     rewards = [[score.reward for score in row] for row in scored.values()]
     successes = [[score.is_success for score in row] for row in scored.values()]
     answers = [[answer_fn(score.sample) for score in row] for row in scored.values()]
-    # The metrics if the dropped samples had failed; empty if there are none, or without any reward.
+    # The metrics if the dropped samples had failed; empty if there are none, or if finished samples are unscored.
     has_worst = dropped and not unscored
     missing = [sum(not sample.is_finished for sample in samples) for samples in results.values()]
     worst_successes = [row + [False] * gap for row, gap in zip(successes, missing, strict=True)] if has_worst else []

@@ -184,7 +184,8 @@ class Journal:
                 if written != len(content):
                     raise OSError(f"{written} of {len(content)} bytes were written")
             except OSError:
-                self._file.truncate(before)
+                with suppress(OSError):  # readers stop before a torn entry
+                    self._file.truncate(before)
                 raise
         except OSError as error:
             raise JournalError(f"{self}: the journal cannot be written: {error}") from error

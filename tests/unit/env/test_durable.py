@@ -934,6 +934,9 @@ async def test_a_folder_is_resumed_around_journals_that_cannot_be(tmp_path, dyin
     path = await killed_at(6, tmp_path, dying)
     (tmp_path / "0.journal").write_bytes(b"something else")
     (tmp_path / "1.journal").symlink_to("acknowledged meanwhile")
+    foreign = Journal(tmp_path / "2.journal")
+    foreign.append("attempt", [1])
+    foreign.close()
     environment, _ = counter(tmp_path)
     (result,) = await environment.resume(tmp_path)
     assert result.journal.path == path and "a journal is left as it is" in caplog.text

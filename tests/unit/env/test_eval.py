@@ -1028,10 +1028,14 @@ async def test_full_disk_ends_the_run_and_a_later_run_resumes(tmp_path, monkeypa
     assert len(stub.episodes) == 40 - kept and len(pairs(path)) == 40
 
 
-async def test_removed_results_end_the_run(tmp_path):
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_removed_results_end_the_run(tmp_path, is_replaced):
     def play(action):
         if action.task_context.id == "t2":
             shutil.rmtree(tmp_path / "results")
+            if is_replaced:  # by another run
+                (tmp_path / "results").mkdir()
+                (tmp_path / "results" / "results.jsonl").touch()
         return step_result()
 
     run = evaluator(StubEnvironment(play), max_concurrency=1, output_path=tmp_path / "results").run

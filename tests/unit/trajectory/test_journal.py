@@ -155,12 +155,15 @@ def test_whatever_the_file_system_refuses_is_an_error_of_the_journal(tmp_path, m
     def refuse(*args):
         raise OSError(errno.ENOLCK, "No locks available")
 
+    def refuse_later(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
     class Refusing(io.FileIO):
         """Refuses once the journal is open, which truncates it."""
 
         def truncate(self, size):
-            for name in failing:
-                setattr(self, name, refuse)
+            for name, refusal in zip(failing, (refuse, refuse_later), strict=False):
+                setattr(self, name, refusal)
             return super().truncate(size)
 
     if failing == ["flock"]:
