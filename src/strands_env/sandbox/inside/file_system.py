@@ -73,7 +73,7 @@ def build(config: dict[str, Any], shown: list[tuple[str, int]]) -> int:
     kernel.mount("overlay", root, "overlay", 0, options)
     os.chdir(root)
     kernel.pivot_root()
-    # What programs have put at these paths before a snapshot is theirs to find out: the world starts.
+    # Before a snapshot, programs may have put anything at these paths: the world starts anyway.
     for name in (*FOLDERS, config["working_dir"]):
         with contextlib.suppress(OSError):
             os.makedirs(f"/{name}", exist_ok=True)

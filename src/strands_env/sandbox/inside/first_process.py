@@ -231,7 +231,7 @@ class FirstProcess:
             if request["do"] in ("copy", "pack_layer"):
                 files.append(self._disk.upper)
             only_these(files)
-            if request["path"] is not None:  # an absolute one needs no working folder, which a program may have removed
+            if request["path"] is not None:  # not by chdir: a program may have removed the working folder
                 request["path"] = os.path.join(self._config["working_dir"], request["path"])
             if request["do"] == "execute":
                 self._parent(request, len(files))
@@ -380,7 +380,7 @@ class FirstProcess:
         os.execvpe(arguments[0], arguments, environment)
 
     def _leave_machine(self) -> None:
-        """Take away what is not of the world before a path is followed that programs may have changed: nothing."""
+        """Give up access to the machine's files, before a path that programs may have changed; a namespace has none."""
 
     def _confine(self, request: dict[str, Any]) -> str:
         """Take away what the program must not have, and become its user; return its home folder."""

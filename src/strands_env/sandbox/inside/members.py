@@ -137,7 +137,7 @@ class OfUser(Members):
     """All processes of a uid that no one else uses."""
 
     def __init__(self, uid: int, folder: str, ender: int) -> None:
-        """Set the uid, the folder of its files, and the uid of who ends them, of whom no program is."""
+        """Set the uid, the folder of its files, and the uid that ends its processes, which no program has."""
         super().__init__(folder)
         self.uid = uid
         self._ender = ender

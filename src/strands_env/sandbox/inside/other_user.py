@@ -48,7 +48,7 @@ class OtherUser(FirstProcess):
         return os.open(folder, os.O_RDONLY | os.O_DIRECTORY), self._programs
 
     def _leave_machine(self) -> None:
-        """Become a program's user: a path that a program has made a link leads root to any file of the machine."""
+        """Become the programs' user: a link that a program made would lead root to any file of the machine."""
         if os.geteuid() == self._uid:
             return
         os.setgroups([])
