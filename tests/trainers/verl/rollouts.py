@@ -62,7 +62,7 @@ def prompts(count):
 
 def with_transfer_queue(config, client):
     """Return the batch as verl's synchronous trainer makes it."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     transfer_queue.init(config.transfer_queue)
     manager = AgentLoopManagerTQ.create(config, client)
     buffer = ReplayBuffer("sync", {}, None, "drop", {}, poll_interval=0.1)
