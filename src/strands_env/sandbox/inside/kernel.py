@@ -234,22 +234,20 @@ def filter_for_world(fake_owners: bool) -> None:
     """
     machine = _MACHINES[platform.machine()]
     # Namespaces of a network do not contain all families: AF_VSOCK reaches the host of a virtual machine.
-    families = ((_EQUAL, 4, 0, _UNIX), (_EQUAL, 3, 0, _INET), (_EQUAL, 2, 0, _INET6), (_EQUAL, 1, 0, _NETLINK))
-    is_buffer = (_argument(2), (_EQUAL, 1, 0, _SO_SNDBUF), (_EQUAL, 0, 1, _SO_RCVBUF))
+    families = (_UNIX, _INET, _INET6, _NETLINK)
+    set_buffer = (_argument(2), *_if_any(_SO_SNDBUF, _SO_RCVBUF, then=_SUCCESS))
     lines = [
         _refused(machine.denied),
-        _call(machine.socket, _argument(0), *families, _NO_FAMILY),
-        _call(machine.socketpair, _argument(0), (_EQUAL, 1, 0, _UNIX), _NO_FAMILY),
+        _call(machine.socket, _argument(0), *_if_none(*families, then=_NO_FAMILY)),
+        _call(machine.socketpair, _argument(0), *_if_none(_UNIX, then=_NO_FAMILY)),
         # Buffers keep the size that is counted.
-        _call(machine.setsockopt, _argument(1), (_EQUAL, 0, 4, _SOL_SOCKET), *is_buffer, _SUCCESS),
+        _call(machine.setsockopt, _argument(1), (_EQUAL, 0, len(set_buffer), _SOL_SOCKET), *set_buffer),
     ]
     if fake_owners:
         lines.append(chain.from_iterable(((_EQUAL, 0, 1, number), _SUCCESS) for number in machine.faked))
         for number, argument in machine.make_node:
-            kind = (_AND, 0, 0, 0o170000)
-            lines.append(
-                _call(number, _argument(argument), kind, (_EQUAL, 1, 0, 0o020000), (_EQUAL, 0, 1, 0o060000), _SUCCESS)
-            )
+            kind = (_argument(argument), (_AND, 0, 0, 0o170000))
+            lines.append(_call(number, *kind, *_if_any(0o020000, 0o060000, then=_SUCCESS)))
     _install(machine, chain.from_iterable(lines))
 
 
@@ -263,20 +261,13 @@ def filter_outside_worlds() -> None:
         OSError: The kernel rejects the filter.
     """
     machine = _MACHINES[platform.machine()]
-    is_unix = (_argument(0), (_EQUAL, 1, 0, _UNIX), _NO_ACCESS)
-    is_connected = (_argument(1), (_AND, 0, 0, _KIND), (_EQUAL, 2, 0, _STREAM), (_EQUAL, 1, 0, _SEQPACKET), _NO_ACCESS)
+    is_unix = (_argument(0), *_if_none(_UNIX, then=_NO_ACCESS))
+    is_connected = (_argument(1), (_AND, 0, 0, _KIND), *_if_none(_STREAM, _SEQPACKET, then=_NO_ACCESS))
     lines = [
         _refused((*machine.denied, *machine.denied_outside, *machine.send_with_files)),
-        _call(machine.setsockopt, _argument(2), (_EQUAL, 0, 1, _SO_SNDBUF), _REFUSE),
+        _call(machine.setsockopt, _argument(2), *_if_any(_SO_SNDBUF, then=_REFUSE)),
         # The first two hide a process and its shared memory from the watcher, the last takes memory.
-        _call(
-            machine.prctl,
-            _argument(0),
-            (_EQUAL, 2, 0, PR_SET_DUMPABLE),
-            (_EQUAL, 1, 0, PR_SET_VMA),
-            (_EQUAL, 0, 1, PR_SET_SECCOMP),
-            _REFUSE,
-        ),
+        _call(machine.prctl, _argument(0), *_if_any(PR_SET_DUMPABLE, PR_SET_VMA, PR_SET_SECCOMP, then=_REFUSE)),
         _call(machine.socket, _NO_ACCESS),
         _call(machine.socketpair, *is_unix, *is_connected),
     ]
@@ -308,16 +299,9 @@ def _install(machine: SimpleNamespace, lines: Iterable[_Line]) -> None:
         *_call(_CLOSE_RANGE, _argument(2), (_ANY_BIT, 0, 1, _UNSHARE), _REFUSE),
         *_call(machine.fallocate, _argument(1), (_ANY_BIT, 1, 0, _PUNCH_HOLE), (_RETURN, 0, 0, _ERRNO | errno.ENOTSUP)),
         # With a lease, who opens the file for the owner would wait for a minute.
-        *_call(
-            machine.fcntl,
-            _argument(1),
-            (_EQUAL, 2, 0, _F_SETPIPE_SZ),
-            (_EQUAL, 1, 0, _F_SETLEASE),
-            (_EQUAL, 0, 1, _F_SETDELEG),
-            _REFUSE,
-        ),
+        *_call(machine.fcntl, _argument(1), *_if_any(_F_SETPIPE_SZ, _F_SETLEASE, _F_SETDELEG, then=_REFUSE)),
         # Of another process, such as the one that watches.
-        *_call(machine.prlimit, _argument(0), (_EQUAL, 1, 0, 0), _REFUSE),
+        *_call(machine.prlimit, _argument(0), *_if_none(0, then=_REFUSE)),
         *lines,
         _ALLOWED,
     ]
@@ -336,6 +320,17 @@ def _refused(numbers: Iterable[int]) -> Iterable[_Line]:
 
 def _argument(n: int) -> _Line:
     return (_LOAD, 0, 0, 16 + 8 * n)  # the low half: all arguments that the filter checks have 32 bits
+
+
+def _if_none(*values: int, then: _Line) -> list[_Line]:
+    """Return the lines that end with `then` if the loaded argument is none of these values, and skip it otherwise."""
+    return [*((_EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)), then]
+
+
+def _if_any(*values: int, then: _Line) -> list[_Line]:
+    """Return the lines that end with `then` if the loaded argument is one of these values, and skip it otherwise."""
+    *others, last = values
+    return [*_if_none(*others, then=(_EQUAL, 0, 1, last)), then]
 
 
 def _call(number: int, *lines: _Line) -> list[_Line]:
