@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import file_system, kernel
-from .members import Members, OfNamespace, limit_resources, tree_of
+from .members import BUFFER_BYTES, Members, OfNamespace, limit_resources, tree_of
 from .messages import receive, send, unchanged
 
 with contextlib.suppress(ImportError):  # `tarfile` imports them when it needs them, which in a world is too late
@@ -44,7 +44,6 @@ ROUNDS = 50  # most attempts to end a tree of processes
 CHUNK = 1 << 20
 MOST_DESCRIPTORS = 1 << 16
 ENTRIES_PER_CHECK = 20_000
-BUFFER_BYTES = 212_992  # of a TCP socket for each direction, as of a Unix socket: it would grow beyond what is counted
 INODE_BYTES = 1024  # of a file in memory, apart from its content
 # What Docker leaves to root, but CAP_NET_RAW, whose buffers are not counted: no CAP_SYS_ADMIN, CAP_NET_ADMIN, ...
 CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31})
@@ -181,6 +180,7 @@ class FirstProcess:
         if self._config["network"] != "host":
             _loopback_up()
         upper = file_system.build(self._config, shown)
+        # Otherwise those of TCP grow beyond what is counted.
         buffers = [(f"net/ipv4/tcp_{kind}mem", f"4096 16384 {BUFFER_BYTES}") for kind in "rw"]
         for name, value in (
             *(buffers if self._config["network"] != "host" else ()),

@@ -19,6 +19,7 @@ from . import kernel
 
 ROUNDS = 200  # most attempts to end all processes, 10 ms apart
 PIPE_BYTES = 64 << 10  # capacity of a pipe, which a program may not enlarge
+BUFFER_BYTES = 212_992  # of a Unix socket for each direction, by default
 # A program with more memory mappings than these exceeds its memory: to measure them would take as long as it needs to
 # take more. All processes together have at most so many mappings, open files, and files without a name.
 MAPPINGS = 200_000
@@ -56,7 +57,7 @@ class Members(ABC):
         self._disk = os.stat(folder).st_dev
         self._counted = counted
         # Twice the buffer: a message may start while one byte of it still fits.
-        self._socket_bytes = 2 * 212_992
+        self._socket_bytes = 2 * BUFFER_BYTES
         with contextlib.suppress(OSError, ValueError), open("/proc/sys/net/core/wmem_default") as size:
             self._socket_bytes = 2 * int(size.read())
 
