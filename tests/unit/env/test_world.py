@@ -59,6 +59,11 @@ async def sleeping(world):
     return (await world.execute("grep -l sleep /proc/[0-9]*/comm")).stdout
 
 
+def first_process():
+    """The id of the first process of the only world."""
+    return next(pid for pid, command in running(os.getpid()).items() if "inside.starter" in command)
+
+
 # --- programs ---
 
 
@@ -202,7 +207,7 @@ async def test_a_world_in_which_programs_took_too_much_of_the_disk_opens_no_more
     for _ in range(3):
         assert (await world.execute(LIMITS["disk"])).ended == "disk"
         await world.execute("rm -f /tmp/*")
-        first = next(pid for pid, command in running(os.getpid()).items() if "inside.starter" in command)
+        first = first_process()
         counts.add(len(os.listdir(f"/proc/{first}/fd")))
     assert len(counts) == 1
 
@@ -581,7 +586,7 @@ async def test_a_first_process_that_is_killed_is_a_failure_of_the_machine(world)
     waiting = asyncio.ensure_future(world.execute("sleep 1000"))
     while not any("sleep" in command for command in running(os.getpid()).values()):
         await asyncio.sleep(0.01)
-    first = next(pid for pid, command in running(os.getpid()).items() if "inside.starter" in command)
+    first = first_process()
     os.kill(first, signal.SIGKILL)
     with pytest.raises(SandboxError, match="first process ended"):
         await waiting
@@ -591,7 +596,7 @@ async def test_a_first_process_that_is_killed_is_a_failure_of_the_machine(world)
 
 async def test_a_first_process_that_fails_later_does_not_say_that_the_machine_starts_no_world(world):
     await world.execute("true")
-    first = next(pid for pid, command in running(os.getpid()).items() if "inside.starter" in command)
+    first = first_process()
     resource.prlimit(first, resource.RLIMIT_NOFILE, (0, 0))
     with pytest.raises(SandboxError, match="the world's first process failed: .*Too many open files") as raised:
         await world.execute("true")
